@@ -194,7 +194,7 @@ def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSetti
     check_given_once(flags)
     parser = our_parser()
     names = field_names(parser)
-    all_names = {*names, *known_names()}  # with the stock fields, some of which are also keys of other programs
+    all_names = {*names, *known_names()}  # stock fields such as do_train are keys of other programs, too
     entries = {} if config is None else named_as_here(config, all_names).entries
     flags, _ = translated(flags, all_names)
     known = {name: value for name, value in entries.items() if name in names}

@@ -75,7 +75,7 @@ class Subject:
 
     @property
     def averages(self) -> Optional[str]:
-        """Name of the file of moving averages in a checkpoint, if there is one. They are not used: the weights are."""
+        """Name of the file of moving averages in a checkpoint, if there is one. The averages are not used."""
         from scu_trainer.train.loops.weight_average import EMA_FILE
 
         return EMA_FILE if (Path(self.source) / EMA_FILE).is_file() else None

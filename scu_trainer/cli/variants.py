@@ -1,5 +1,4 @@
-"""``scu-trainer variants``: runs memory-efficient paths for a few steps and shows what each costs and that it
-learns."""
+"""``scu-trainer variants``: runs memory-efficient paths for a few steps, to show what each costs and that it learns."""
 
 from __future__ import annotations
 

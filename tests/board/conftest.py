@@ -67,7 +67,8 @@ def root(tmp_path) -> Path:
 def site(root, tmp_path) -> Site:
     (tmp_path / "recipe.yaml").write_text("output_dir: runs/short\n")
     hands = Hands()
-    return Site(Board(root, Acts([tmp_path / "recipe.yaml"], command._starter(root, hands), hands), stream_answer))
+    acts = Acts([tmp_path / "recipe.yaml"], command._start_function(root, hands), hands)
+    return Site(Board(root, acts, stream_answer))
 
 
 @contextlib.contextmanager

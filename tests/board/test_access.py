@@ -216,8 +216,8 @@ def test_a_port_in_use_is_one_line(capsys):
     ("words", "said"),
     [
         (("--host", "192.0.2.1"), "add --allow_network"),
-        (("--host", "0.0.0.0", "--allow_network"), "give the one to use"),
-        (("--host", "::"), "give the one to use"),
+        (("--host", "0.0.0.0", "--allow_network"), "give one address to listen on"),
+        (("--host", "::"), "give one address to listen on"),
         (("--host", "example.org"), "give an address of this machine"),
         (("--port", "70000"), "give 1 to 65535"),
     ],

@@ -227,7 +227,7 @@ def test_without_a_configuration_and_under_a_launcher(config, tmp_path, capsys, 
     assert "--config is missing" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert compare.main(words(config, tmp_path / "out")) == 2
-    assert "it needs no launcher" in capsys.readouterr().err
+    assert "starts its runs itself and needs no launcher" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -251,5 +251,5 @@ def test_runs_at_a_time_and_their_threads(tmp_path, monkeypatch, gpus, free_gib,
 
 def test_more_runs_at_a_time_than_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_plan.room, "devices", lambda: ["gpu-0", "gpu-1"])
-    with pytest.raises(SettingsError, match="jobs is 3, and there are 2 GPUs, one run on each; lower --jobs"):
+    with pytest.raises(SettingsError, match="jobs is 3, but there are 2 GPUs, one for each run; lower --jobs"):
         compare_plan.shared_out(plan(tmp_path), 3)

@@ -244,13 +244,13 @@ def test_a_model_without_documents_is_asked_its_tasks_only(evaluate, work):
     assert (row["questions"], row["num_fewshot"], report["tasks"]["limit"]) == (4, 2, 4.0)
     assert report["documents"] is None and report["model"] == {"name": str(work.model), "word": None}
     assert report["notes"] == ["first_or_second asked 4 questions: too few to trust an interval"]
-    assert "limit 4: a part of the questions" in as_text(report)
+    assert "limit 4: only a part of the questions" in as_text(report)
 
 
 def test_questions_that_the_harness_cuts_are_named(evaluate, work):
     words = ("--tasks", "first_or_second", "--include_path", work.tasks, "--limit", 4, "--max_length", 2)
     notes = evaluate(work.model, *words)["notes"]
-    assert re.search("was asked at most 2 tokens at once: lm_eval cut off the beginning of the rest, [1-9]", notes[0])
+    assert re.search("was given at most 2 tokens at once: lm_eval cut off the beginning of the rest, [1-9]", notes[0])
 
 
 def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(evaluate, work, tmp_path):
@@ -276,7 +276,7 @@ def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(ev
         (["--tasks", "first_or_second", "--limit", "2.5"], "limit is 2.5; give a whole number of questions"),
         (
             ["--tasks", "first_or_second", "--stride", "9"],
-            "stride is for held-out documents, and you asked only for tasks",
+            "stride is for held-out documents, but you asked only for tasks",
         ),
         (["--tasks", "first_or_second", "--include_path", "/gone"], "include_path '/gone' is not a folder"),
     ],

@@ -74,7 +74,7 @@ def test_averages_beside_a_checkpoint_are_named(runs, capsys):
     [
         (["--against", "base"], "was trained from scratch, so it has no base; drop base from --against"),
         (["--against", "merged"], "has task sensor-classification, but merged needs text-generation"),
-        (["--stride", "8"], "stride has an effect on task: text-generation only"),
+        (["--stride", "8"], "stride only has an effect on task: text-generation"),
         (["--tasks", "arc_easy"], "tasks of lm-evaluation-harness need task: text-generation"),
         (["--batch_tokens", "64"], "batch_tokens has no effect on task: sensor-classification"),
         (["--block_size", "64"], "block_size has no effect on task: sensor-classification"),

@@ -188,8 +188,8 @@ def test_a_limit_that_nothing_fits(small, capsys):
     ("words", "message"),
     [
         (["--gpu", "rtx 3055 4gb"], "did you mean 'RTX 3050 4GB'?"),
-        (["--here", "--gpu", "t4"], "--here is this machine"),
-        (["--here", "--ram", "8GB"], "--here is this machine"),
+        (["--here", "--gpu", "t4"], "--here means this machine"),
+        (["--here", "--ram", "8GB"], "--here means this machine"),
         (["--limit", "much"], "limit is 'much'"),
         (["--limit", "0"], "must be above 0"),
         (["--bf16", "true", "--gpu", "t4"], "this GPU has no bf16"),
@@ -197,14 +197,14 @@ def test_a_limit_that_nothing_fits(small, capsys):
         (["--use_muon", "true", "--optim", "adafactor"], "use_muon replaces optim"),
         (["--bar", "3"], "unknown option --bar; --help lists the options"),  # --bias is not near
         (["--", "x"], "unknown option --; --help lists the options"),
-        (["x.yaml"], "unrecognized arguments: x.yaml; a file of settings is given by --config x.yaml"),
-        (["a b.json"], "unrecognized arguments: a b.json; a file of settings is given by --config 'a b.json'"),
+        (["x.yaml"], "unrecognized arguments: x.yaml; to read settings from a file, write --config x.yaml"),
+        (["a b.json"], "unrecognized arguments: a b.json; to read settings from a file, write --config 'a b.json'"),
         (["--confg", "x.yaml"], "unknown option --confg (did you mean '--config'?)"),
         (["--lora_target_modules", "nope", "--gpu", "t4"], "the model has no module 'nope'"),
         (["--task", "sensor-classification", "--streaming", "true"], "streaming"),
         (["--accuracy", "/nowhere/at/all"], "is not a folder"),
-        (["--accuracy", "/nowhere/at/all", "--limit", "3GB"], "takes no other option but --json"),
-        (["--accuracy", "/nowhere/at/all", "--lora_r", "4"], "takes no other option but --json"),
+        (["--accuracy", "/nowhere/at/all", "--limit", "3GB"], "takes no other option than --json"),
+        (["--accuracy", "/nowhere/at/all", "--lora_r", "4"], "takes no other option than --json"),
     ],
 )
 def test_mistakes_end_with_2(words, message, capsys):
@@ -217,7 +217,7 @@ REFUSED = {
     "router": (MixtralConfig(**{**LLAMA, "num_local_experts": 4}), "cannot be predicted, because its code"),
     "gptq": (
         LlamaConfig(**LLAMA, quantization_config={"quant_method": "gptq"}),
-        "stored quantized (gptq), and a plan reads no weights; scu-trainer train --tuning lora says before",
+        "stored quantized (gptq), but a plan reads no weights; scu-trainer train --tuning lora says before",
     ),
 }
 

@@ -421,7 +421,7 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
         (["logs", "by_hand", "-n", "-1"], "not a number of lines"),
         (["begin"], "invalid choice: 'begin'"),
         (["statu"], "(did you mean 'status'?)"),
-        ([], "name one of these actions: without a terminal there is no menu"),
+        ([], "give one of these actions: without a terminal there is no menu"),
     ],
 )
 def test_wrong_words_are_one_message(by_hand, capsys, words, said):

@@ -117,7 +117,7 @@ def test_killed_in_the_middle_no_trial_counts_twice(job, tmp_path, capsys):  # n
     base = (out / "runs" / "base" / "run.json").read_bytes()
     printed = start_again(words, left, tmp_path / "again.log")
     assert "trial 0 resumes: an earlier start" in printed and "best: trial" in printed
-    assert "it is the best of 2 on the documents that chose it" in printed
+    assert "it was chosen as the best of 2 on these documents" in printed
     assert (out / "runs" / "base" / "run.json").read_bytes() == base
     rows = json.loads((out / sweep.TABLE).read_text())
     assert [(row["trial"], row["state"]) for row in rows] == [(0, "complete"), (1, "complete")]
@@ -156,7 +156,7 @@ def test_a_sweep_waits_for_its_turn_and_gives_it_on(waiting):
         other.wait()
 
     found.hands = Hands(sleep=end_the_other)
-    with found._turn():
+    with found._place_in_queue():
         assert said == ["waiting for cpu: a background run has it; scu-trainer runs list shows which"]
         assert len(Line("cpu").waiting()) == 1
     assert Line("cpu").waiting() == []
@@ -169,7 +169,7 @@ def test_who_leaves_the_line_is_out_of_it(waiting):
         found.asked = 1
 
     found.hands = Hands(sleep=interrupt)
-    with pytest.raises(Stopped, match="stopped while waiting"), found._turn():
+    with pytest.raises(Stopped, match="stopped while waiting"), found._place_in_queue():
         pytest.fail("it was not its turn")
     assert [place.process.pid for place in Line("cpu").waiting()] == [other.pid]
 
@@ -180,13 +180,14 @@ def tried(folder: Path, trials: int) -> list[dict]:
     axes = axes_of(["learning_rate=1e-4,1e-2", "lora_r=4,8,16"], {"learning_rate", "lora_r"})
     found, values = sweep.Sweep.__new__(sweep.Sweep), []
     found.plan = sweep.SweepPlan(folder, "", None, (), axes, 0, {}, "")
-    found.options, found.say, found._base = type("options", (), {"trials": trials}), lambda line: None, lambda: None
+    found.options, found.say = type("options", (), {"trials": trials}), lambda line: None
+    found._train_base = lambda: None
 
     def tell(study, trial):
         values.append({axis.name: axis.suggest(trial) for axis in axes})
         study.tell(trial, float(trial.number))
 
-    found._try, found._end = tell, lambda study: None
+    found._run_trial, found._end = tell, lambda study: None
     found._search()
     return values
 
@@ -308,6 +309,6 @@ def test_a_trial_that_cannot_be_compared_fails(tmp_path, own, fault):
     found.plan = type("plan", (), {"folder": tmp_path, "axes": [Axis("lora_r", values=["4", "8"])]})
     found.say = said.append
     study = optuna.create_study()
-    found._try(study, study.ask())
+    found._run_trial(study, study.ask())
     assert [trial.state.name for trial in study.trials] == ["FAIL"]
     assert said[0].startswith("trial 0: lora_r ") and said[0].endswith(f": failed: {fault}")

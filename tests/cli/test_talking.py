@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from scu_trainer.cli.main import main as cli
-from scu_trainer.cli.talking.chat import Chat, _second
+from scu_trainer.cli.talking.chat import Chat, _load_second
 from scu_trainer.cli.talking.generate import Written, _write_all
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import ModelSettings
@@ -58,7 +58,7 @@ class Screen(io.StringIO):
 @pytest.mark.parametrize("is_base", [True, False])
 def test_a_base_is_asked_as_what_was_tuned_from_it(talker, monkeypatch, is_base):
     monkeypatch.setattr("scu_trainer.cli.talking.chat.talker", lambda who: replace(talker))
-    second = _second(replace(talker, answers_plain_text=True), SimpleNamespace(word=None, name="other"), is_base)
+    second = _load_second(replace(talker, answers_plain_text=True), SimpleNamespace(word=None, name="other"), is_base)
     assert second.answers_plain_text == is_base
 
 
@@ -66,7 +66,7 @@ def test_a_base_is_asked_as_what_was_tuned_from_it(talker, monkeypatch, is_base)
 def test_a_base_is_the_adapter_turned_off_where_that_is_the_base(talker, monkeypatch, changes):
     adapter = replace(talker, model=tiny.lora(tiny.llama(), **changes))
     monkeypatch.setattr("scu_trainer.cli.talking.chat.talker", lambda who: replace(talker))
-    second = _second(adapter, SimpleNamespace(word="base", name="other"), is_base=True)
+    second = _load_second(adapter, SimpleNamespace(word="base", name="other"), is_base=True)
     assert (second.model is adapter.model) == (not changes)
 
 
@@ -315,7 +315,7 @@ def test_the_folder_of_the_answers_is_made_and_temperature_0_is_greedy(folder, p
 
 def test_temperature_0_beside_a_share_of_the_tokens_says_what_has_no_effect(folder, prompts, tmp_path, capsys):
     assert run(*generate(folder, prompts, tmp_path / "a.jsonl", "--temperature", "0", "--top_p", "0.9")) == 2
-    assert "temperature 0 is greedy, where top_p would have no effect" in capsys.readouterr().err
+    assert "temperature 0 is greedy, so top_p would have no effect" in capsys.readouterr().err
 
 
 def test_answers_do_not_take_the_place_of_their_prompts(folder, prompts, capsys):

@@ -183,7 +183,7 @@ def test_a_run_without_a_figure_fails_a_comparison(folder, documents, reason):
         write_json(place, {**read_json(place), **none, "held_out_documents": documents})
     found = record(described(), ALL, folder)
     assert [run["error"] for run in found["runs"]] == [*[f"left out: {reason}"] * 2, *[None] * 4]
-    assert exit_code(found) == 1 and exit_code(found, fine=f"left out: {reason}") == 0
+    assert exit_code(found) == 1 and exit_code(found, ignored=f"left out: {reason}") == 0
 
 
 def test_without_the_reference_of_a_seed_the_others_still_agree_among_themselves(folder):

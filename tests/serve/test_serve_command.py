@@ -141,7 +141,7 @@ def test_vllm_needs_a_key_and_a_gpu(folder, capsys, monkeypatch):
     for kinds, engine in (((), "transformers"), (("mps",), "transformers"), (("cuda",), "vllm")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda kinds=kinds: "cuda" in kinds)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda kinds=kinds: "mps" in kinds)
-        assert serve._engine(serve._parser().parse_args([str(folder)])) == engine
+        assert serve._chosen_engine(serve._parser().parse_args([str(folder)])) == engine
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``scu-trainer runs``: train in the background, look at runs, stop and resume them. Without words: a menu."""
+"""``scu-trainer runs``: trains in the background, shows runs, stops and resumes them. Without arguments: a menu."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from scu_trainer.shipped import recipe
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
 ACTIONS = "start|list|status|monitor|logs|stop|resume"
-OWN_FLAGS = ("output_dir", "config")
+REPLACED_FLAGS = ("output_dir", "config")
 
 EPILOG = """\
 A run is a directory below --root (runs). NAME may also be a path: list, status,
@@ -48,17 +48,17 @@ def main(argv: list[str], hands: Optional[Hands] = None) -> int:
 
 def _main(argv: list[str], hands: Hands) -> int:
     if not argv:
-        return _menu(hands)
+        return _show_menu(hands)
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.action == "start":
-        return _start(options, flags, hands)
+        return _start_runs(options, flags, hands)
     if flags:
         parser.of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
     if options.root.is_file():
         raise SettingsError(f"--root {options.root} is a file; give the directory that holds the runs")
-    acts = {"list": _status, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
-    return acts[options.action](options, hands)
+    actions = {"list": _status, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
+    return actions[options.action](options, hands)
 
 
 def _parser() -> Parser:
@@ -68,28 +68,28 @@ def _parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)  # before the action means the same
+    parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)  # also allowed before the action
     actions = parser.add_subparsers(dest="action", required=True, metavar=ACTIONS, parser_class=Parser)
     _add_start(actions)
-    found = _add(actions, "list", "list all runs, one per line")
-    found.add_argument("--json", action="store_true", help="as JSON: an array")
-    found.set_defaults(name=None)
-    found = _add(actions, "status", "show what a run is doing; without a name, all runs", name="?")
-    found.add_argument("--json", action="store_true", help="as JSON: one object, or an array without a name")
-    found = _add(actions, "monitor", "watch a run until it ends; Ctrl-C leaves it running", name=None)
-    found.add_argument("--refresh", type=_above_zero, default=5.0, help="seconds between updates (5)")
-    found = _add(actions, "logs", "print the last lines of a run's output", name=None)
-    found.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
-    found.add_argument("-n", "--lines", type=_count, default=50, help="number of lines (50)")
-    found = _add(actions, "stop", "write a checkpoint and end; a queued run leaves the queue", name="+")
-    found.add_argument("--now", action="store_true", help="end all its processes immediately, without a checkpoint")
-    found.add_argument("--timeout", type=_above_zero, help="seconds to wait for the end; default: until it has ended")
-    _add(actions, "resume", "run the same command again, from the newest complete checkpoint", name=None)
+    action = _add_action(actions, "list", "list all runs, one per line")
+    action.add_argument("--json", action="store_true", help="as JSON: an array")
+    action.set_defaults(name=None)
+    action = _add_action(actions, "status", "show what a run is doing; without a name, all runs", name="?")
+    action.add_argument("--json", action="store_true", help="as JSON: one object, or an array without a name")
+    action = _add_action(actions, "monitor", "watch a run until it ends; Ctrl-C leaves it running", name=None)
+    action.add_argument("--refresh", type=_above_zero, default=5.0, help="seconds between updates (5)")
+    action = _add_action(actions, "logs", "print the last lines of a run's output", name=None)
+    action.add_argument("-f", "--follow", action="store_true", help="keep printing until the run ends")
+    action.add_argument("-n", "--lines", type=_count, default=50, help="number of lines (50)")
+    action = _add_action(actions, "stop", "write a checkpoint and end; a queued run leaves the queue", name="+")
+    action.add_argument("--now", action="store_true", help="end all its processes immediately, without a checkpoint")
+    action.add_argument("--timeout", type=_above_zero, help="seconds to wait for the end; default: without a limit")
+    _add_action(actions, "resume", "run the same command again, from the newest complete checkpoint", name=None)
     return parser
 
 
-def _add(actions, action: str, text: str, name: Optional[str] = "") -> argparse.ArgumentParser:
-    """``name``: how many names it takes, "" for none and None for one."""
+def _add_action(actions, action: str, text: str, name: Optional[str] = "") -> argparse.ArgumentParser:
+    """Add the parser of an action. ``name``: how many names it takes (``nargs``); "" for none, and None for one."""
     parser = actions.add_parser(action, help=text, description=text)
     if name != "":
         parser.add_argument("name", metavar="NAME", nargs=name, help="name of the run, or its directory")
@@ -99,7 +99,7 @@ def _add(actions, action: str, text: str, name: Optional[str] = "") -> argparse.
 
 def _add_start(actions) -> None:
     default = Options()
-    parser = _add(actions, "start", "start a run that outlives this terminal; any flag of train may follow")
+    parser = _add_action(actions, "start", "start a run that outlives this terminal; any flag of train may follow")
     parser.usage = "scu-trainer runs start [--config FILE] [--name NAME] [--FIELD VALUE ...]"
     parser.add_argument("--config", type=recipe, help=f"as for train; default: {OPTIMAL}, which hardware config writes")
     parser.add_argument("--name", help="name of the run and its directory; default: the name of output_dir in the file")
@@ -144,30 +144,30 @@ def _count(text: str) -> int:
 # -- start, stop, resume -----------------------------------------------------------------------------------------------
 
 
-def _start(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
+def _start_runs(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
     started = begun(options, flags, hands)
     for name, record in started:
         screens.say(f"{name} has started in the background, process {record.process.pid}")
     if INFIX in started[-1][0] and "--seed" in started[-1][1].flags:
-        screens.say("runs of one device take turns; mean and spread, once they are finished:")
+        screens.say("runs on one device take turns; for mean and spread once they are finished:")
         screens.say(f"  scu-trainer runs status {started[0][0].rpartition(INFIX)[0]}{_root_flag(options.root)}")
     else:
-        _say_commands(started[0][0], options.root)
+        _print_next_commands(started[0][0], options.root)
     return 0
 
 
 def read_words(words: Sequence[str]) -> argparse.Namespace:
-    """Words of ``scu-trainer runs`` without flags of training."""
+    """Parse the words of ``scu-trainer runs`` that are not flags of training."""
     return _parser().parse_args(words)
 
 
 def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> list[tuple[str, RunRecord]]:
-    """Starts a run, or one for each seed, and returns their names and records. ``flags``: of training; none of them is
-    read as ours."""
+    """Start a run, or one for each seed, and return their names and records. ``flags``: flags of training; they are not
+    read as options of this command."""
     flags, _ = translated(list(flags), known_names())
     _check_flags(flags)
     check_known(flags, _parser().of_action("start")._option_string_actions)
-    options.config = options.config or _written_for_this_machine(flags)
+    options.config = options.config or _default_config(flags)
     file = None if options.config is None else Path(options.config)
     entries, text = ({}, "{}\n") if file is None else (read_file(file), file.read_bytes().decode())
     check_early(options.config, flags)
@@ -184,14 +184,15 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
     return [(wish.name, start(wish, options.root, hands)) for wish in wishes]
 
 
-def _written_for_this_machine(flags: Sequence[str]) -> Optional[str]:
-    """None where the flags are the whole configuration, as they may be for train."""
+def _default_config(flags: Sequence[str]) -> Optional[str]:
+    """Return the configuration that was written for this machine. Returns None if there is none but the flags may be
+    the whole configuration, as for train; raises SettingsError if there are no flags either."""
     if not Path(OPTIMAL).is_file():
         if flags:
             return None
         raise SettingsError(
             f"there is no --config and no {OPTIMAL} here; give one, or write it: scu-trainer hardware config [--FIELD "
-            "VALUE ...]; flags of train do as well, such as --model_name_or_path and --dataset"
+            "VALUE ...]; or give flags of train, such as --model_name_or_path and --dataset"
         )
     screens.say(f"{OPTIMAL} is used, because there is no --config")
     return OPTIMAL
@@ -202,14 +203,14 @@ def _check_flags(flags: Sequence[str]) -> None:
 
     for flag in (word for word in flags if word.startswith("--")):
         name = name_of(flag)
-        if name in OWN_FLAGS:
+        if name in REPLACED_FLAGS:
             raise SettingsError(f"{flag}: a background run writes to ROOT/NAME; give --root and --name instead")
         if f"--{name}" in MODES:
             raise SettingsError(f"{flag} does not train; use scu-trainer train {flag} --config ...")
 
 
 def _free_name(options: argparse.Namespace, entries: dict) -> str:
-    """From output_dir, or from the name of the file, which may hold spaces and the like."""
+    """Return a free name, made from output_dir or from the name of the file, which may contain spaces."""
     given = Path(str(entries.get("output_dir") or Path(options.config or "run").stem)).name
     wanted = re.sub(r"[^\w.-]+", "-", given).strip("-._")[:48] or "run"
     taken = [path.name for path in options.root.iterdir()] if options.root.is_dir() else []
@@ -218,7 +219,7 @@ def _free_name(options: argparse.Namespace, entries: dict) -> str:
 
 
 def _device(options: argparse.Namespace, entries: dict, flags: Sequence[str]) -> str:
-    """A run that uses no GPU must not wait for one."""
+    """Return the device to wait for. A run that uses no GPU must not wait for one."""
     joined = " ".join(flags).replace("=", " ").replace("-", "_")
     uses_cpu = entries.get("use_cpu") is True or "__use_cpu true" in joined.lower()
     return "cpu" if uses_cpu and options.device == "auto" else options.device
@@ -228,26 +229,28 @@ def _root_flag(root: Path) -> str:
     return "" if root == ROOT else f" --root {shlex.quote(str(root))}"
 
 
-def _say_commands(name: str, root: Path) -> None:
-    for action, what in (("monitor", "watch it"), ("logs -f", "what it prints"), ("stop", "checkpoint, then end")):
-        screens.say(f"  scu-trainer runs {action} {name}{_root_flag(root)}".ljust(48) + f"  # {what}")
+def _print_next_commands(name: str, root: Path) -> None:
+    for action, text in (("monitor", "watch it"), ("logs -f", "what it prints"), ("stop", "checkpoint, then end")):
+        screens.say(f"  scu-trainer runs {action} {name}{_root_flag(root)}".ljust(48) + f"  # {text}")
 
 
 def _stop(options: argparse.Namespace, hands: Hands) -> int:
     runs = [find(name, options.root) for name in options.name]
     code = 0
-    found = [(run, report(run, hands.machine)) for run in runs]
-    # Who waits goes first: it would begin as soon as the one before it has ended.
-    for run, before in sorted(found, key=lambda pair: pair[1].state.status != "queued"):
+    targets = [(run, report(run, hands.machine)) for run in runs]
+    # Queued runs are stopped first, because they would start as soon as the run before them has ended.
+    for run, before in sorted(targets, key=lambda pair: pair[1].state.status != "queued"):
         if before.state.status == "unreadable":  # it may be running
             screens.say(f"{run.name} cannot be stopped: {before.state.detail}")
             code = 2
             continue
         if not before.state.is_alive and (not options.now or before.state.status == "copied"):
-            screens.say(f"{run.name} is not running: {before.state.status}{_because(before.state.detail)}")
+            screens.say(f"{run.name} is not running: {before.state.status}{_parenthesized(before.state.detail)}")
             continue
         if not options.now and before.state.status in ("running", "stopping"):
-            screens.say(f"{run.name}: finishing the step and writing a checkpoint{_because(before.state.detail)} ...")
+            screens.say(
+                f"{run.name}: finishing the step and writing a checkpoint{_parenthesized(before.state.detail)} ..."
+            )
         after = stop(run, hands, options.timeout, options.now)
         if after.state.is_alive:
             screens.say(f"{run.name} has not ended after {options.timeout:g} s; wait, or runs stop {run.name} --now")
@@ -255,23 +258,23 @@ def _stop(options: argparse.Namespace, hands: Hands) -> int:
             continue
         checkpoint = after.progress.checkpoint
         kept = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint"
-        screens.say(f"{run.name}: {after.state.status}{_because(after.state.detail)}; {kept}")
+        screens.say(f"{run.name}: {after.state.status}{_parenthesized(after.state.detail)}; {kept}")
     return code
 
 
-def _because(detail: str) -> str:
+def _parenthesized(detail: str) -> str:
     return f" ({detail})" if detail else ""
 
 
 def _resume(options: argparse.Namespace, hands: Hands) -> int:
     run = find(options.name, options.root)
-    before = run.record()
+    old_record = run.record()
     record, checkpoint = resume(run, hands)
-    if before is not None and before.cwd != record.cwd:
-        screens.say(f"{run.name} was started in {before.cwd}, which is gone; paths now start from {record.cwd}")
+    if old_record is not None and old_record.cwd != record.cwd:
+        screens.say(f"{run.name} was started in {old_record.cwd}, which is gone; paths now start from {record.cwd}")
     begins = f"resumes from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
     screens.say(f"{run.name} {begins}, process {record.process.pid}")
-    _say_commands(options.name, options.root)
+    _print_next_commands(options.name, options.root)
     return 0
 
 
@@ -282,18 +285,18 @@ def _status(options: argparse.Namespace, hands: Hands) -> int:
     seeds = runs_of(options.name, options.root) if options.name is not None else []
     is_job = bool(seeds) and not (options.root / options.name).exists()
     if options.name is not None and not is_job:
-        found = report(find(options.name, options.root), hands.machine)
+        run_report = report(find(options.name, options.root), hands.machine)
         if options.json:
-            print(json.dumps(found.as_dict(), indent=2))
+            print(json.dumps(run_report.as_dict(), indent=2))
         else:
-            plain_console().print(screens.facts(found))
+            plain_console().print(screens.facts(run_report))
         return 0
-    every = [report(run, hands.machine) for run in (seeds if is_job else all_runs(options.root))]
+    reports = [report(run, hands.machine) for run in (seeds if is_job else all_runs(options.root))]
     if options.json:
-        print(json.dumps([one.as_dict() for one in every], indent=2))
+        print(json.dumps([item.as_dict() for item in reports], indent=2))
         return 0
-    screens.show_table(every, options.root)
-    for line in spread_lines(every) if is_job else ():
+    screens.show_table(reports, options.root)
+    for line in spread_lines(reports) if is_job else ():
         screens.say(line)
     return 0
 
@@ -315,13 +318,13 @@ def _logs(options: argparse.Namespace, hands: Hands) -> int:
         for text in follow(run, options.lines, hands.machine, hands.sleep):
             print(text, end="", flush=True)
     except KeyboardInterrupt:
-        print()  # how one leaves a log
+        print()  # Ctrl-C is the usual way to leave a log
     return 0
 
 
-def _menu(hands: Hands) -> int:
+def _show_menu(hands: Hands) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(
-            f"{_parser().format_help()}\nname one of these actions: without a terminal there is no menu"
+            f"{_parser().format_help()}\ngive one of these actions: without a terminal there is no menu"
         )
     return Menu(lambda words: _main(list(words), hands), input, screens.say, ROOT, shipped.here("recipes")).run()

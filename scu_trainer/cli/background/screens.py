@@ -1,4 +1,4 @@
-"""Screens of ``scu-trainer runs``: a table, the facts of one run, the live view. They fit 80 columns."""
+"""Screens of ``scu-trainer runs``: a table of runs, the facts of one run, and the live view. They fit 80 columns."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def facts(report: Report):
 
 
 def show_views(views: Iterable[View]) -> None:
-    """Until the run ends or Ctrl-C; on a terminal one screen that changes, else a line for each look."""
+    """Show a run until it ends or Ctrl-C is pressed: on a terminal as a live screen, otherwise as a line per view."""
     from rich.live import Live
 
     console = plain_console()
@@ -66,13 +66,13 @@ def show_views(views: Iterable[View]) -> None:
             for last in views:
                 live.update(screen(last), refresh=True)
     except KeyboardInterrupt:
-        pass  # how one leaves a monitor
+        pass  # Ctrl-C is the usual way to leave a monitor
     if last is not None and last.report.state.is_alive:
         console.print(f"{last.report.run.name} keeps running in the background")
 
 
 def screen(view: View):
-    """The whole picture of one look."""
+    """Return the live screen for one view: progress, facts, the last warning and the end of the log."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar

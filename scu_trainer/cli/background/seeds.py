@@ -1,4 +1,4 @@
-"""``seeds`` of a background job: a run for each, ``NAME-seedN``, all in the waiting line, and what they reached."""
+"""``seeds`` of a background job: one queued run ``NAME-seedN`` for each seed, and the spread of their results."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ INFIX = "-seed"
 
 
 def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
-    """Of a job that ``check_early`` has seen; flags come before the file. Raises SettingsError for a push."""
+    """Return the seeds of a job that ``check_early`` accepted; flags override the file. Raises SettingsError if several
+    seeds would push to the Hub."""
     typed = dict(flags_of(flags))
     given = typed.get("seeds", entries.get("seeds"))
-    words = given if isinstance(given, list) else [] if given is None else [given]
-    if len(words) > 1:
+    values = given if isinstance(given, list) else [] if given is None else [given]
+    if len(values) > 1:
         refuse_push(typed.get("push_to_hub", entries.get("push_to_hub")), "seed")
-    return [int(word) for word in words]
+    return [int(word) for word in values]
 
 
 def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: int) -> tuple[str, tuple[str, ...]]:
-    """Configuration and flags of the run with ``seed``."""
+    """Return the text of the configuration and the flags of the run with ``seed``."""
     if "seeds" in entries:
         text = yaml.safe_dump({name: value for name, value in entries.items() if name != "seeds"}, sort_keys=False)
     return text, (*without(flags, {"seeds"}), "--seed", str(seed))
 
 
 def runs_of(name: str, root: Path) -> list[Run]:
-    """The runs of a job with seeds, by seed."""
-    found = [run for run in all_runs(root) if run.name.startswith(name + INFIX)]
-    numbered = [run for run in found if run.name.removeprefix(name + INFIX).lstrip("-").isdigit()]
+    """Return the runs of a job with seeds, ordered by seed."""
+    candidates = [run for run in all_runs(root) if run.name.startswith(name + INFIX)]
+    numbered = [run for run in candidates if run.name.removeprefix(name + INFIX).lstrip("-").isdigit()]
     return sorted(numbered, key=lambda run: int(run.name.removeprefix(name + INFIX)))
 
 
 def spread_lines(reports: Sequence[Report]) -> list[str]:
-    """Mean and spread of the held-out figure over the seeds that are finished."""
+    """Return lines with the mean and spread of the held-out figure over the finished seeds."""
     from scu_trainer.cli.comparison.seeds import spread
 
     return spread(list(_figures(reports)))
@@ -51,8 +52,8 @@ def spread_lines(reports: Sequence[Report]) -> list[str]:
 def _figures(reports: Sequence[Report]) -> Iterator[dict[str, Any]]:
     for report in reports:
         file = report.run.path / "scu_metrics.json"
-        found = read_json(file) if file.is_file() else {}
+        metrics = read_json(file) if file.is_file() else {}
         values = {
-            f"held_out_{key}": (found.get(f"held_out_{key}_after") or {}).get("value") for key in ("bpt", "accuracy")
+            f"held_out_{key}": (metrics.get(f"held_out_{key}_after") or {}).get("value") for key in ("bpt", "accuracy")
         }
         yield {"status": report.state.status, "metrics": values}

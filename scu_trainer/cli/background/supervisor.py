@@ -1,5 +1,4 @@
-"""The process of a background run, which ``runs start`` starts as ``python -m
-scu_trainer.cli.background.supervisor``."""
+"""The supervisor process of a background run: ``python -m scu_trainer.cli.background.supervisor``."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def main(argv: list[str]) -> int:
 
 
 def train(words: list[str]) -> int:
-    """The training command, loaded only when it is this run's turn: until then it holds no memory worth a word."""
+    """Run the training command. It is imported only when it is this run's turn, so that waiting takes little memory."""
     from scu_trainer.cli.train import main as train_main
 
     return train_main(words)

@@ -1,4 +1,4 @@
-"""``scu-trainer compare``: controllers against each other at equal tokens, over several seeds."""
+"""``scu-trainer compare``: compares controllers at equal tokens, over several seeds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from scu_trainer.train.run_directory.logs import run_log
 
 DESCRIPTION = """\
 Trains the same job under several controllers, each over several seeds, with the
-same data, order, first weights and tokens, and says which differences the results support. Any field of `scu-trainer
-train` may follow, for all arms. If it is killed or stopped, run the same command again: finished runs are kept."""
+same data, order, initial weights and tokens, and reports which differences the
+results support. Any field of `scu-trainer train` may follow, for all arms. If it
+is killed or stopped, run the same command again: finished runs are kept."""
 
 EPILOG = """\
 arms: none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine],
       original, model[:TARGET]
-Without a value fixed and weight_decay stand for three each, schedule for both.
+Without a value, fixed and weight_decay mean three arms each, and schedule two.
 Exit codes: 0 all runs are done, 1 a run failed (the table says which and why),
 2 you can fix it, 3 stopped by request."""
 
@@ -69,19 +70,21 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     console = plain_console()
     options, flags = parse_with_fields(_parser(), argv)
     if options.table is not None:
-        return _show(options.table, argv, console)
+        return _show_table(options.table, argv, console)
     check_words(options, flags)
-    return _compare(options, flags, argv, console, hands or comparison.Hands())
+    return _run_comparison(options, flags, argv, console, hands or comparison.Hands())
 
 
-def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[str], console: Any, hands: Any) -> int:
-    with run_log():  # what libraries say while settings are read
+def _run_comparison(
+    options: argparse.Namespace, flags: Sequence[str], argv: Sequence[str], console: Any, hands: Any
+) -> int:
+    with run_log():  # for messages of libraries while the settings are read
         arms = arms_of(options, flags)
         reference = reference_of(options.reference, arms)
         if options.list:
             screens.print_arms(console, arms)
             return 0
-        # The recorded command is that of the comparison; retrying belongs to this start alone.
+        # The recorded command describes the comparison; --retry_failed only concerns this start.
         lasting = [word for word in argv if word not in ("--retry_failed", "--retry-failed")]
         plan = plan_of(options, flags, arms, "scu-trainer compare " + shlex.join(lasting))
     plan, devices = shared_out(plan, options.jobs)
@@ -90,7 +93,7 @@ def _compare(options: argparse.Namespace, flags: Sequence[str], argv: Sequence[s
     return Start(plan, reference, devices, console, hands, options.confidence, options.retry_failed).run()
 
 
-def _show(folder: str, argv: Sequence[str], console: Any) -> int:
+def _show_table(folder: str, argv: Sequence[str], console: Any) -> int:
     if len(argv) > (1 if f"--table={folder}" in argv else 2):
         raise SettingsError("--table prints an existing comparison and takes no other option")
     if not is_comparison(Path(folder)):
@@ -101,10 +104,10 @@ def _show(folder: str, argv: Sequence[str], console: Any) -> int:
 
 
 def _dry_run(plan: ComparisonPlan, devices: Sequence[str], console: Any) -> int:
-    before = read_plan(plan.folder)
-    if before is not None:
-        require_same(before, plan)
-        plan = before
+    existing_plan = read_plan(plan.folder)
+    if existing_plan is not None:
+        require_same(existing_plan, plan)
+        plan = existing_plan
     screens.print_arms(console, plan.arms)
     states = found_states(plan, known_runs(plan.folder), retry_failed=False)
     done = sum(state.status == "finished" for state in states.values())

@@ -1,4 +1,4 @@
-"""One start of ``scu-trainer compare``: locks the folder, runs what is not done, keeps comparison.json up to date."""
+"""One start of ``scu-trainer compare``: locks the folder, runs what is not done, and updates comparison.json."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key
 PAGE_FILE = "comparison.md"
 CONFIDENCE = 0.95
 FAILED = 1
-"""Exit code if a run failed or could not be compared; the others are in the table all the same."""
+"""Exit code if a run failed or could not be compared. The table still shows the others."""
 
 
 class Start:
-    """One start of the command, from its lock to its table."""
+    """One start of the command, from the lock on its folder to the final table."""
 
     what = "runs"
 
@@ -50,10 +50,10 @@ class Start:
     def run(self) -> int:
         require_writable(self.plan.folder)
         with comparison.only_one(self.plan.folder):
-            self._lock()
+            self._take_plan()
             comparison.stop_left_behind(self.plan.folder, self.hands)
             states = found_states(self.plan, known_runs(self.plan.folder), self.retry_failed)
-            self._tell_start(states)
+            self._report_start(states)
             runner = comparison.Runner(self.plan, states, self.devices, self.write, self.look, self.hands)
             with self.screen.status:
                 runner.run()
@@ -65,39 +65,41 @@ class Start:
             )
         return self._end(record)
 
-    def _lock(self) -> None:
-        """Take over the plan in the folder, or write a new one."""
-        before, folder = read_plan(self.plan.folder), self.plan.folder
-        if before is None:
-            others = sorted(path.name for path in folder.iterdir() if path.name != comparison.LOCK_FILE)
-            if [name for name in others if name not in ("arms", "console", "runs")]:
-                raise StorageError(f"{folder} holds other files ({', '.join(others[:3])}); give another --output_dir")
+    def _take_plan(self) -> None:
+        """Continue with the plan in the folder, or write a new one. Raises StorageError if it holds other files."""
+        existing_plan, folder = read_plan(self.plan.folder), self.plan.folder
+        if existing_plan is None:
+            other_files = sorted(path.name for path in folder.iterdir() if path.name != comparison.LOCK_FILE)
+            if [name for name in other_files if name not in ("arms", "console", "runs")]:
+                raise StorageError(
+                    f"{folder} holds other files ({', '.join(other_files[:3])}); give another --output_dir"
+                )
             write_plan(self.plan)
             return
-        require_same(before, self.plan)
-        if before.threads != self.plan.threads:
-            self.screen.say(f"threads per run: {before.threads}, as when this comparison started")
-        self.plan = before
+        require_same(existing_plan, self.plan)
+        if existing_plan.threads != self.plan.threads:
+            self.screen.say(f"threads per run: {existing_plan.threads}, as when this comparison started")
+        self.plan = existing_plan
 
-    def _tell_start(self, states: Mapping[Key, ArmState]) -> None:
+    def _report_start(self, states: Mapping[Key, ArmState]) -> None:
         self.screen.say(screens.start_line(self.plan, self.devices))
-        count = {name: [key for key in states if states[key].status == name] for name in ("finished", "failed")}
-        begun = [key for key, state in states.items() if state.status == "missing" and state.error != NOT_STARTED]
-        self.done_before = len(count["finished"]) + len(count["failed"])
-        if count["finished"] or begun:
-            kept = f"finished runs kept: {len(count['finished'])}"
-            self.screen.say(f"{kept}; runs that resume from their checkpoints: {len(begun)}")
-        if count["failed"]:
-            self.screen.say(f"runs that failed before: {len(count['failed'])}; --retry_failed tries them again")
+        keys_of = {name: [key for key in states if states[key].status == name] for name in ("finished", "failed")}
+        started = [key for key, state in states.items() if state.status == "missing" and state.error != NOT_STARTED]
+        self.done_before = len(keys_of["finished"]) + len(keys_of["failed"])
+        if keys_of["finished"] or started:
+            kept = f"finished runs kept: {len(keys_of['finished'])}"
+            self.screen.say(f"{kept}; runs that resume from their checkpoints: {len(started)}")
+        if keys_of["failed"]:
+            self.screen.say(f"runs that failed before: {len(keys_of['failed'])}; --retry_failed tries them again")
 
     def look(self, states: Mapping[Key, ArmState]) -> None:
         ended = sum(state.status in ("finished", "failed") for state in states.values())
-        here, elapsed_s = ended - self.done_before, time.monotonic() - self.began_s
-        left_s = elapsed_s / here * (len(states) - ended) if here else None
+        ended_here, elapsed_s = ended - self.done_before, time.monotonic() - self.began_s
+        left_s = elapsed_s / ended_here * (len(states) - ended) if ended_here else None
         self.screen.look(self.plan, states, left_s)
 
     def write(self, states: Mapping[Key, ArmState]) -> dict[str, Any]:
-        """Write comparison.json and comparison.md, each whole or not at all, if they changed."""
+        """Write comparison.json and comparison.md, each atomically, if the results changed, and return the record."""
         path = self.plan.folder / COMPARISON_FILE
         facts = {
             "command": self.plan.command,
@@ -107,12 +109,12 @@ class Start:
             "confidence": self.confidence,
             "arms": [asdict(arm) for arm in self.plan.arms],
         }
-        content = record_of(facts, [_described(key, state) for key, state in states.items()], self.plan.folder)
-        before = read_json(path) if path.is_file() else {}
-        if {name: before.get(name) for name in content} == json.loads(json.dumps(content)):
-            return before
+        content = record_of(facts, [_run_entry(key, state) for key, state in states.items()], self.plan.folder)
+        old_record = read_json(path) if path.is_file() else {}
+        if {name: old_record.get(name) for name in content} == json.loads(json.dumps(content)):
+            return old_record
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        record = {"format": content["format"], "created": before.get("created", now), "updated": now, **content}
+        record = {"format": content["format"], "created": old_record.get("created", now), "updated": now, **content}
         write_json(path, record)
         write_text(self.plan.folder / PAGE_FILE, document(record))
         return record
@@ -123,7 +125,7 @@ class Start:
         return exit_code(record)
 
 
-def _described(key: Key, state: ArmState) -> dict[str, Any]:
+def _run_entry(key: Key, state: ArmState) -> dict[str, Any]:
     folder = f"runs/{run_name(*key)}"
     return {"arm": key[0], "seed": key[1], "status": state.status, "folder": folder, "error": state.error}
 
@@ -132,7 +134,7 @@ def known_runs(folder: Path) -> list[dict[str, Any]]:
     return read_record(folder)["runs"] if is_comparison(folder) else []
 
 
-def exit_code(record: Mapping[str, Any], fine: Optional[str] = None) -> int:
-    """``fine``: what a run may be left out for."""
+def exit_code(record: Mapping[str, Any], ignored: Optional[str] = None) -> int:
+    """Return 0 if all runs succeeded, otherwise ``FAILED``. ``ignored``: an error that does not count."""
     errors = [run["error"] for run in record["runs"] if run["status"] in ("failed", "finished")]
-    return 0 if all(error in (None, fine) for error in errors) else FAILED
+    return 0 if all(error in (None, ignored) for error in errors) else FAILED

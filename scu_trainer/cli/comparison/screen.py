@@ -1,4 +1,4 @@
-"""What a person sees of a comparison: its plan, how far it is, and its table."""
+"""What the terminal shows of a comparison: its plan, its progress and its table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scu_trainer.settings.base import plain
 
 
 class Screen:
-    """Lines as they come, and below them one that changes, where there is a terminal."""
+    """Prints lines, with a status line below them that changes, if the console is a terminal."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.status = console, console.status("starting")
@@ -51,7 +51,7 @@ def print_record(console: Console, record: Mapping[str, Any]) -> None:
     table = figures_table(words.heads(record), rows, left=["arm"], framed=False, overflow="fold")
     table.columns[0].max_width = 22
     console.print(table)
-    verdicts = [f"{arm}: {said}" for arm, said in words.verdicts(record)]
+    verdicts = [f"{arm}: {verdict}" for arm, verdict in words.verdicts(record)]
     for line in [words.legend(record), *verdicts, "", record["verdict"], "", *record["notes"]]:
         print_wrapped(console, line)
     if (cost := words.cost_line(record)) is not None:
@@ -59,9 +59,10 @@ def print_record(console: Console, record: Mapping[str, Any]) -> None:
 
 
 def print_wrapped(console: Console, line: str) -> None:
-    """On the screen's width, further lines set in. Names of runs and paths stay whole, to be copied."""
-    whole = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
-    console.print("\n".join(textwrap.wrap(line, max(20, console.width), **whole)), soft_wrap=True)
+    """Print ``line`` wrapped to the width of the console, with further lines indented. Names of runs and paths are not
+    broken, so that they can be copied."""
+    options = {"subsequent_indent": "  ", "break_on_hyphens": False, "break_long_words": False}
+    console.print("\n".join(textwrap.wrap(line, max(20, console.width), **options)), soft_wrap=True)
 
 
 def start_line(plan: ComparisonPlan, devices: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
-"""``seeds: [0, 1, 2]``: the same job once per seed, one after the other, then mean and spread. A comparison of one arm:
-its runs, its files, and how it goes on after a kill."""
+"""``seeds: [0, 1, 2]``: trains the same job once per seed, one after the other, and reports mean and spread.
+
+It is a comparison with one arm, so it writes the same files and resumes in the same way after a kill.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ JOB = Arm("job", "job", "the job as it is configured", {})
 
 
 def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int]) -> int:
-    """Trains the job of a file and flags with each seed. Returns 1 where a run has failed."""
+    """Train the job of a file and flags with each seed. Returns 1 if a run failed."""
     words = ["--seed", str(seeds[0]), "--resume_from_checkpoint", "auto"]
     settings, text = resolved_settings(config, [*flags, *words])
     refuse_push(settings.get("push_to_hub"), "seed")
@@ -37,7 +39,7 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
 
 
 class Seeds(Start):
-    """With a table of seeds in the place of one of arms."""
+    """Runs of one job with several seeds, with a table of seeds instead of a table of arms."""
 
     what = "seeds"
 
@@ -48,55 +50,56 @@ class Seeds(Start):
         notes = own_data(record["runs"]) if is_scored and not fixed else []
         for line in [*spread(record["runs"]), *notes, f"written: {self.plan.folder / 'comparison.json'}"]:
             screens.print_wrapped(self.console, line)
-        return exit_code(record, fine=f"left out: {NOTHING_HELD_OUT}")
+        return exit_code(record, ignored=f"left out: {NOTHING_HELD_OUT}")
 
 
 def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
-    rows, of_classes = [], any(run["metrics"].get("held_out_accuracy") is not None for run in runs)
+    rows, is_classifier = [], any(run["metrics"].get("held_out_accuracy") is not None for run in runs)
     for run in runs:
-        found = run["metrics"]
+        metrics = run["metrics"]
         names = ("held_out_bpt_before", "held_out_bpt", "best_held_out_bpt")
-        figures = ["-" if found.get(name) is None else f"{found[name]:.3f}" for name in names]
+        figures = ["-" if metrics.get(name) is None else f"{metrics[name]:.3f}" for name in names]
         end = run["folder"] if run["status"] == "finished" else f"{run['status']}: {run['error']}"
-        if of_classes:
-            accuracy = found.get("held_out_accuracy")
+        if is_classifier:
+            accuracy = metrics.get("held_out_accuracy")
             figures[2] = "-" if accuracy is None else f"{accuracy:.1%}"
-        rows.append([str(run["seed"]), *figures, str(found.get("steps", "-")), end])
-    last = "accuracy after" if of_classes else "best during training"
-    titles = ("seed", "held-out bits before", "after", last, "steps", "run")
+        rows.append([str(run["seed"]), *figures, str(metrics.get("steps", "-")), end])
+    last_title = "accuracy after" if is_classifier else "best during training"
+    titles = ("seed", "held-out bits before", "after", last_title, "steps", "run")
     return figures_table(titles, rows, left=["run"], framed=False, overflow="fold")
 
 
 def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Mean, standard deviation and interval over the seeds that are finished, and how far that can be trusted."""
+    """Return lines on the mean, standard deviation and interval over the finished seeds, and on how reliable they
+    are."""
     finished = [run["metrics"] for run in runs if run["status"] == "finished"]
-    values = [found["held_out_bpt"] for found in finished if found.get("held_out_bpt") is not None]
+    values = [metrics["held_out_bpt"] for metrics in finished if metrics.get("held_out_bpt") is not None]
     if len(values) < 2:
         return [f"{len(values)} of {len(runs)} seeds with a held-out figure: too few for a spread"]
-    shares = [found["held_out_accuracy"] for found in finished if found.get("held_out_accuracy") is not None]
-    said = [_said("held-out accuracy", shares, ".1%")] if len(shares) > 1 else []
-    said.append(_said("held-out bits", values, ".3f"))
+    shares = [metrics["held_out_accuracy"] for metrics in finished if metrics.get("held_out_accuracy") is not None]
+    lines = [_spread_line("held-out accuracy", shares, ".1%")] if len(shares) > 1 else []
+    lines.append(_spread_line("held-out bits", values, ".3f"))
     if len(values) < FEW_SEEDS:
-        reach = t_quantile(CONFIDENCE, len(values) - 1)
-        said.append(f"{len(values)} seeds are few: the interval reaches {reach:.1f} standard errors to each side")
-    return said
+        half_width = t_quantile(CONFIDENCE, len(values) - 1)
+        lines.append(f"{len(values)} seeds are few: the interval reaches {half_width:.1f} standard errors to each side")
+    return lines
 
 
-def _said(what: str, values: Sequence[float], style: str) -> str:
+def _spread_line(quantity: str, values: Sequence[float], style: str) -> str:
     interval = t_interval(values, CONFIDENCE)
     mean, low, high = (f"{value:{style}}" for value in (interval.value, interval.low, interval.high))
     return (
-        f"{what} over {len(values)} seeds: mean {mean}, standard deviation {stdev(values):{style}}, "
+        f"{quantity} over {len(values)} seeds: mean {mean}, standard deviation {stdev(values):{style}}, "
         f"{CONFIDENCE:.0%} t interval of the mean {low} to {high}"
     )
 
 
 def own_data(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where the finished runs may not have held out the same rows."""
+    """Return a note if the finished runs may not have held out the same rows."""
     data = {run["metrics"].get("data_fingerprint") for run in runs if run["status"] == "finished"}
     if len(data) < 2 and None not in data:
         return []
     return [
-        "each seed holds out its own share of the data, unless they come with rows to hold out, so the spread includes "
-        "both; set data_seed (or eval_dataset) to hold out the same ones"
+        "each seed holds out its own share of the data, unless they come with held-out rows, so the spread includes "
+        "the choice of rows; set data_seed (or eval_dataset) to hold out the same ones"
     ]

@@ -1,4 +1,4 @@
-"""``scu-trainer sweep``: a small search by Optuna, each trial an ordinary run, resumable, with a verdict in the end."""
+"""``scu-trainer sweep``: a small, resumable search with Optuna, in which each trial is an ordinary run."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DESCRIPTION = f"""\
-Trains the job as it is, then with other values of the fields that --search names, and keeps the best by its held-out
-bits. A trial that is clearly worse during training ends early. If it is killed or stopped, run the same command again
-to continue.
+Trains the job as it is, then with other values of the fields that --search names, and keeps the trial with the best
+held-out bits. A trial that is clearly worse during training ends early. If the sweep is killed or stopped, run the same
+command again to continue.
 
   --search {FORM}"""
 
 JOURNAL, BEST, TABLE = "study.journal", "best.yaml", "trials.json"
-LOOK_EVERY_S, READ_EVERY_S = 0.1, 1.0
+POLL_EVERY_S, READ_EVERY_S = 0.1, 1.0
 TRIALS_BEFORE_PRUNING = 4
 
 
@@ -76,15 +76,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--confirm_seeds", type=int, default=0, metavar="N",
-        help="then train the job and the best again with this many other seeds, and judge by those; default: 0",
+        help="afterwards, train the job and the best trial with this many other seeds and compare those; default: 0",
     )  # fmt: skip
     return parser
 
 
-def _in_our_names(search: Sequence[str]) -> list[str]:
-    """Translate names of other programs, as in flags."""
+def _translated_search(search: Sequence[str]) -> list[str]:
+    """Return the words of --search with names of other programs translated, as in flags."""
     if not all(word.strip("-").find("=") > 0 for word in search):
-        return list(search)  # for ``axes_of`` to refuse
+        return list(search)  # ``axes_of`` refuses them
     words, read_as = translated([f"--{word.removeprefix('--')}" for word in search], known_names())
     if read_as:
         print(f"read --search {'; '.join(read_as)}")
@@ -94,29 +94,29 @@ def _in_our_names(search: Sequence[str]) -> list[str]:
 @guarded
 def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     options, flags = parse_with_fields(_parser(), argv)
-    axes = axes_of(_in_our_names(options.search), known_names())
+    axes = axes_of(_translated_search(options.search), known_names())
     for axis in axes:
         for value in axis.ends:
             check_values_early({axis.name: value})
     if options.trials < 1 or options.confirm_seeds < 0:
         raise SettingsError("--trials must be 1 or more, and --confirm_seeds 0 or more")
     typed_names = {name for name, _ in flags_of(translated(flags, known_names())[0])}
-    moved = [axis.name for axis in axes if axis.name in typed_names]
-    if moved:
-        raise SettingsError(f"{moved[0]} is both set and searched; drop one of them")
+    conflicting = [axis.name for axis in axes if axis.name in typed_names]
+    if conflicting:
+        raise SettingsError(f"{conflicting[0]} is both set and searched; drop one of them")
     check_early(options.config, flags)
     require_packages("sweep", "sweep", ("optuna",), loads=True)
     settings, text = resolved_settings(options.config, [*flags, "--seed", str(options.seed)])
     refuse_push(settings.get("push_to_hub"), "trial")
-    is_known = UNITS[settings["task"]] != "label"  # folders of images and manifests may say themselves what is held out
+    is_known = UNITS[settings["task"]] != "label"  # labeled data may bring their own split
     if is_known and holds_nothing_out(settings):
         raise SettingsError(f"a sweep judges by held-out rows: {HOLD_SOMETHING_OUT}")
-    typed = "scu-trainer sweep " + shlex.join(argv)
-    plan = SweepPlan(Path(options.output_dir), typed, options.config, flags, axes, options.seed, settings, text)
+    command = "scu-trainer sweep " + shlex.join(argv)
+    plan = SweepPlan(Path(options.output_dir), command, options.config, flags, axes, options.seed, settings, text)
     return Sweep(plan, options, plain_console(), hands or comparison.Hands()).run()
 
 
-def _optuna() -> Any:
+def _quiet_optuna() -> Any:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -124,14 +124,14 @@ def _optuna() -> Any:
 
 
 class Sweep(Asked):
-    """One start of the command, from its lock to its verdict."""
+    """One start of the command, from the lock on its folder to the verdict."""
 
     def __init__(self, plan: SweepPlan, options: argparse.Namespace, console: Console, hands: comparison.Hands) -> None:
         self.plan, self.options, self.console, self.hands = plan, options, console, hands
-        one = ComparisonPlan(
+        base_plan = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
         )
-        self.shared, (self.device,) = shared_out(one, 1)
+        self.shared, (self.device,) = shared_out(base_plan, 1)
 
     def say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
@@ -141,40 +141,40 @@ class Sweep(Asked):
         with comparison.only_one(self.plan.folder), listening(self._receive, self._closed):
             comparison.stop_left_behind(self.plan.folder, self.hands)
             self.plan.take()
-            with self._turn():
+            with self._place_in_queue():
                 self._search()
         return 0
 
     def _search(self) -> None:
-        self._base()
+        self._train_base()
         study = self._study()
-        self._go_on_with_begun(study)
+        self._resume_begun_trials(study)
         combinations = len(self.plan.combinations)
         if 0 < combinations < self.options.trials:
             self.say(f"there are {combinations} combinations of these values: each is tried once")
         while len(study.trials) < min(self.options.trials, combinations or math.inf):
             study.sampler = self._sampler(len(study.trials))
-            self._try(study, study.ask())
+            self._run_trial(study, study.ask())
         self._end(study)
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Take a place in the queue of background runs: beside another run, a trial would be slow or run out of memory.
-        Runs that come later wait until the sweep has ended."""
+    def _place_in_queue(self) -> Iterator[None]:
+        """Hold a place in the queue of background runs, because next to another run a trial would be slow or run out of
+        memory. Runs that are started later wait until the sweep has ended."""
         line = Line(self.device, machine=self.hands.machine)
         place = line.join(self.hands.machine.identity(), self.plan.folder)
         try:
-            wait_for_turn(line, place, lambda: None, self._say_waiting, self._sleep_in_line)
+            wait_for_turn(line, place, lambda: None, self._report_waiting, self._sleep_while_waiting)
             yield
         finally:
             line.leave(place)
 
-    def _say_waiting(self, reason: str) -> None:
+    def _report_waiting(self, reason: str) -> None:
         self.say(f"waiting {reason}: a background run has it; scu-trainer runs list shows which")
 
-    def _sleep_in_line(self, seconds: float) -> None:
+    def _sleep_while_waiting(self, seconds: float) -> None:
         if self.asked:
             raise Stopped("stopped while waiting; run the same command to continue")
         self.hands.sleep(seconds)
@@ -182,30 +182,31 @@ class Sweep(Asked):
     def folder_of(self, name: str) -> Path:
         return self.plan.folder / "runs" / name
 
-    def _base(self) -> None:
+    def _train_base(self) -> None:
         is_done = is_finished(self.folder_of("base"))
-        fault = self._fault("base", comparison.TRAINED if is_done else self._watched("base", {}, lambda: False))
-        if fault is not None:
-            raise SettingsError(f"the job as it is gives nothing to compare trials with: {fault}")
-        self.say(f"the job as it is: held-out bits {self._figure('base'):.4f}")
+        problem = self._problem("base", comparison.TRAINED if is_done else self._run_watched("base", {}, lambda: False))
+        if problem is not None:
+            raise SettingsError(f"the job as it is gives nothing to compare trials with: {problem}")
+        self.say(f"the job as it is: held-out bits {self._held_out_bits('base'):.4f}")
 
-    def _watched(self, name: str, values: Mapping[str, Any], is_hopeless: Any) -> int:
-        """Exit code of the run, which is ended early if ``is_hopeless``. Raises Stopped on request."""
+    def _run_watched(self, name: str, values: Mapping[str, Any], is_hopeless: Any) -> int:
+        """Run a training and return its exit code. It is ended early once ``is_hopeless`` returns true. Raises Stopped
+        on request."""
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
-        given = [f"--{key}={value}" for key, value in values.items()]
-        words = comparison.words_of(self.plan.folder / "base.yaml", self.plan.seed, self.folder_of(name), *given)
+        overrides = [f"--{key}={value}" for key, value in values.items()]
+        words = comparison.words_of(self.plan.folder / "base.yaml", self.plan.seed, self.folder_of(name), *overrides)
         process = self.hands.spawn(words, comparison.variables(self.shared, self.device), console)
-        passed_on, read_at_s, is_ended = 0, self.hands.clock(), False
+        forwarded, read_at_s, is_ended = 0, self.hands.clock(), False
         while process.poll() is None:
-            if self.asked > passed_on:
+            if self.asked > forwarded:
                 process.terminate() if self.asked < 3 else process.kill()
-                passed_on = self.asked
+                forwarded = self.asked
             if not is_ended and self.hands.clock() - read_at_s >= READ_EVERY_S:
                 read_at_s, is_ended = self.hands.clock(), is_hopeless()
                 if is_ended:
                     process.terminate()
-            self.hands.sleep(LOOK_EVERY_S)
+            self.hands.sleep(POLL_EVERY_S)
         if self.asked:
             raise Stopped("stopped; run the same command to continue with the unfinished run")
         return process.poll()
@@ -213,14 +214,14 @@ class Sweep(Asked):
     def _metrics(self, name: str) -> dict[str, Any]:
         return read_json(self.folder_of(name) / "scu_metrics.json")
 
-    def _figure(self, name: str) -> Optional[float]:
+    def _held_out_bits(self, name: str) -> Optional[float]:
         return (self._metrics(name).get("held_out_bpt_after") or {}).get("value")
 
-    def _fault(self, name: str, code: int) -> Optional[str]:
-        """Why a run that has ended has no figure that can be compared; None where it has one."""
+    def _problem(self, name: str, code: int) -> Optional[str]:
+        """Return why a run that has ended has no figure that can be compared; None if it has one."""
         if code != comparison.TRAINED or not is_finished(self.folder_of(name)):
             return last_words(self.plan.folder / "console" / f"{name}.log", code)
-        if self._figure(name) is None:
+        if self._held_out_bits(name) is None:
             return "it has no finite held-out figure"
         own, base = (scored_on(self._metrics(run)) for run in (name, "base"))
         return None if own == base else f"it was scored on {own}, the job as it is on {base}"
@@ -228,8 +229,8 @@ class Sweep(Asked):
     # -- trials --------------------------------------------------------------------------------------------------------
 
     def _study(self) -> optuna.Study:
-        optuna = _optuna()
-        for stale in self.plan.folder.glob(f"{JOURNAL}.lock*"):  # of a start that was killed: the folder is ours alone
+        optuna = _quiet_optuna()
+        for stale in self.plan.folder.glob(f"{JOURNAL}.lock*"):  # left by a killed start
             stale.unlink()
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
@@ -242,10 +243,10 @@ class Sweep(Asked):
         )
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """For the trial of this number, and seeded by it, so that an interrupted sweep continues as it would have. Of
-        values to choose among no combination is tried twice (Optuna's sampler of grids cannot be asked trial by
-        trial)."""
-        optuna, combinations = _optuna(), self.plan.combinations
+        """Return the sampler for the trial with this number. The number is its seed, so that an interrupted sweep
+        continues as it would have without the interruption. If all axes list their values, no combination is tried
+        twice; Optuna's GridSampler cannot be used trial by trial."""
+        optuna, combinations = _quiet_optuna(), self.plan.combinations
         sampler = optuna.samplers.TPESampler(seed=1000 * self.plan.seed + number)
         if not combinations:
             return sampler
@@ -253,34 +254,34 @@ class Sweep(Asked):
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return optuna.samplers.PartialFixedSampler(combinations[number % len(combinations)], sampler)
 
-    def _go_on_with_begun(self, study: optuna.Study) -> None:
-        optuna = _optuna()
-        for begun in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            self.say(f"trial {begun.number} resumes: an earlier start ended before it was done")
-            study.sampler = self._sampler(begun.number)
-            self._try(study, optuna.trial.Trial(study, begun._trial_id))
+    def _resume_begun_trials(self, study: optuna.Study) -> None:
+        optuna = _quiet_optuna()
+        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+            self.say(f"trial {trial.number} resumes: an earlier start ended before it was done")
+            study.sampler = self._sampler(trial.number)
+            self._run_trial(study, optuna.trial.Trial(study, trial._trial_id))
 
-    def _try(self, study: optuna.Study, trial: optuna.Trial) -> None:
-        optuna = _optuna()
+    def _run_trial(self, study: optuna.Study, trial: optuna.Trial) -> None:
+        optuna = _quiet_optuna()
         values = {axis.name: axis.suggest(trial) for axis in self.plan.axes}
-        name, said = f"trial-{trial.number}", ", ".join(f"{key} {shown(value)}" for key, value in values.items())
+        name, described = f"trial-{trial.number}", ", ".join(f"{key} {shown(value)}" for key, value in values.items())
         if not is_finished(self.folder_of(name)):
-            code = self._watched(name, values, lambda: self._is_hopeless(trial, name))
+            code = self._run_watched(name, values, lambda: self._is_hopeless(trial, name))
         else:
             code = comparison.TRAINED
-        fault = self._fault(name, code)
-        if fault is None:
-            study.tell(trial, self._figure(name))
-            self.say(f"trial {trial.number}: {said}: held-out bits {self._figure(name):.4f}")
+        problem = self._problem(name, code)
+        if problem is None:
+            study.tell(trial, self._held_out_bits(name))
+            self.say(f"trial {trial.number}: {described}: held-out bits {self._held_out_bits(name):.4f}")
         elif code == Stopped.exit_code:
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-            self.say(f"trial {trial.number}: {said}: ended early, worse than half of the others were at that step")
+            self.say(f"trial {trial.number}: {described}: ended early, worse than half of the others were at that step")
         else:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-            self.say(f"trial {trial.number}: {said}: failed: {fault}")
+            self.say(f"trial {trial.number}: {described}: failed: {problem}")
 
     def _is_hopeless(self, trial: optuna.Trial, name: str) -> bool:
-        """By the evaluations that the run has logged so far."""
+        """Whether the trial should end early, judged by the evaluations that the run has logged so far."""
         path = self.folder_of(name) / "log_history.json"
         known = trial.study.trials[trial.number].intermediate_values
         for row in read_rows(path) if path.is_file() else ():
@@ -291,11 +292,11 @@ class Sweep(Asked):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end(self, study: optuna.Study) -> None:
-        optuna = _optuna()
+        optuna = _quiet_optuna()
         done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
         rows = [self._row(trial) for trial in study.trials]
         write_json(self.plan.folder / TABLE, rows)
-        self.console.print(table_of(rows, self._figure("base"), [axis.name for axis in self.plan.axes]))
+        self.console.print(table_of(rows, self._held_out_bits("base"), [axis.name for axis in self.plan.axes]))
         if not done:
             raise SettingsError("no trial finished; the lines above say why")
         best = min(done, key=lambda trial: trial.value)
@@ -319,47 +320,50 @@ class Sweep(Asked):
         }
 
     def _verdict(self, number: int, count: int) -> list[str]:
-        """Best against the job as it is, over the held-out documents, paired: the figure that ``eval`` judges by."""
+        """Return lines that compare the best trial with the job as it is, paired over the held-out documents, by the
+        figure that ``eval`` judges by."""
         runs = [str(self.folder_of(name)) for name in ("base", f"trial-{number}")]
         words = [sys.executable, "-m", "scu_trainer.cli.main", "eval", runs[1], "--against", runs[0], "--json"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment(1, False))
-        if done.returncode != 0:
+        evaluation = subprocess.run(words, capture_output=True, text=True, check=False, env=environment(1, False))
+        if evaluation.returncode != 0:
             return [
-                f"the best, trial {number}, could not be scored against the job as it is: {done.stderr.strip()[-300:]}"
+                f"the best, trial {number}, could not be scored against the job as it is: "
+                f"{evaluation.stderr.strip()[-300:]}"
             ]
-        report = json.loads(done.stdout)
-        found, is_accuracy = report["against"][0]["difference"], "accuracy" in report["model"]
-        scale, shown, what = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
-        best = f"best: trial {number}, {scale * found['value']:{shown}} {what} against the job as it is"
-        if found["low"] is None:
+        report = json.loads(evaluation.stdout)
+        difference, is_accuracy = report["against"][0]["difference"], "accuracy" in report["model"]
+        scale, shown, unit = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
+        best = f"best: trial {number}, {scale * difference['value']:{shown}} {unit} against the job as it is"
+        if difference["low"] is None:
             return [f"{best}: one {report['item']} cannot tell"]
-        low, high = (f"{scale * found[name]:{shown}}" for name in ("low", "high"))
-        is_better = found["low"] > 0 if is_accuracy else found["high"] < 0
-        is_same = found["low"] <= 0 <= found["high"]
-        said = "no difference found" if is_same else ("better" if is_better else "worse")
-        lines = [f"{best} ({low} to {high}, {found['confidence']:.0%} over held-out {report['item']}s): {said}"]
+        low, high = (f"{scale * difference[name]:{shown}}" for name in ("low", "high"))
+        is_better = difference["low"] > 0 if is_accuracy else difference["high"] < 0
+        is_same = difference["low"] <= 0 <= difference["high"]
+        verdict = "no difference found" if is_same else ("better" if is_better else "worse")
+        lines = [f"{best} ({low} to {high}, {difference['confidence']:.0%} over held-out {report['item']}s): {verdict}"]
         if count > 1:
             lines.append(
-                f"it is the best of {count} on the documents that chose it, so the figure is too good on average; "
+                f"it was chosen as the best of {count} on these documents, so its figure is too good on average; "
                 "--confirm_seeds 3 trains both again with other seeds"
             )
         return lines
 
     def _confirm(self, values: Mapping[str, Any]) -> None:
-        """Compare the job and the best with other seeds, which hold out other documents unless settings fix them."""
-        kept = [name for name in SHARED_DATA if self.plan.settings.get(name) is not None]
-        if kept:
+        """Compare the job and the best trial with other seeds, which hold out other documents unless settings fix
+        them."""
+        fixed = [name for name in SHARED_DATA if self.plan.settings.get(name) is not None]
+        if fixed:
             screens.print_wrapped(
                 self.console,
-                f"with {' and '.join(kept)}, these seeds are scored on the documents that chose the best: what follows "
-                "is still too good on average",
+                f"with {' and '.join(fixed)}, these seeds are scored on the documents that the best was chosen on: the "
+                "figures below are still too good on average",
             )
         arms = (Arm("base", "base", "the job as it is", {}), Arm("best", "best", "the best trial", dict(values)))
         resolved, texts = {}, {}
         for arm in arms:
-            place = ["--seed", str(self.plan.seed + 1), "--resume_from_checkpoint", "auto"]
+            overrides = ["--seed", str(self.plan.seed + 1), "--resume_from_checkpoint", "auto"]
             resolved[arm.name], texts[arm.name] = resolved_settings(
-                self.plan.config, [*self.plan.flags, *arm.flags, *place]
+                self.plan.config, [*self.plan.flags, *arm.flags, *overrides]
             )
         seeds = tuple(range(self.plan.seed + 1, self.plan.seed + 1 + self.options.confirm_seeds))
         folder = self.plan.folder / "confirm"

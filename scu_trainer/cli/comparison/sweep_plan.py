@@ -1,4 +1,4 @@
-"""What a sweep is asked for, kept in its folder, and how its trials are shown."""
+"""The plan of a sweep, which is stored in its folder, and the table of its trials."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from scu_trainer.runs.studies.search import Axis
 PLAN_FILE = "sweep.json"
 
 MOST_COMBINATIONS = 1000
-"""Of choices that are listed; of more it pays to learn from trials, and hardly any is proposed twice."""
+"""Largest number of combinations that are listed. With more, learning from trials pays off, and repeats are rare."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """``settings`` and ``text``: of the job as it is."""
+    """The plan of a sweep. ``settings`` and ``text``: those of the job as it is."""
 
     folder: Path
     command: str
@@ -39,14 +39,14 @@ class SweepPlan:
 
     @functools.cached_property
     def combinations(self) -> list[dict[str, str]]:
-        """Of the values of all axes, in the order in which they are tried; none where an axis is a range, or where they
-        are too many."""
+        """The combinations of the values of all axes, in the order in which they are tried. Empty if an axis is a
+        range, or if there are too many."""
         if not 0 < math.prod(len(axis.values) for axis in self.axes) <= MOST_COMBINATIONS:
             return []
-        every = itertools.product(*(axis.values for axis in self.axes))
-        found = [dict(zip([axis.name for axis in self.axes], values, strict=True)) for values in every]
-        random.Random(self.seed).shuffle(found)
-        return found
+        products = itertools.product(*(axis.values for axis in self.axes))
+        shuffled = [dict(zip([axis.name for axis in self.axes], values, strict=True)) for values in products]
+        random.Random(self.seed).shuffle(shuffled)
+        return shuffled
 
     def as_dict(self) -> dict[str, Any]:
         search = [[axis.name, axis.low, axis.high, axis.is_log, list(axis.values)] for axis in self.axes]
@@ -56,20 +56,22 @@ class SweepPlan:
         }  # fmt: skip
 
     def take(self) -> None:
-        """Writes the plan, or finds it there. Raises SettingsError where the folder holds another sweep."""
+        """Write the plan, unless the folder has it already. Raises SettingsError if the folder holds another sweep."""
         path = self.folder / PLAN_FILE
         if not path.is_file():
             write_text(self.folder / "base.yaml", self.text)
             write_json(path, self.as_dict())
             return
-        before, now = read_json(path), json.loads(json.dumps(self.as_dict()))
-        found = [
-            f"{key} was {before.get(key)}, now {now[key]}" for key in ("search", "seed") if before.get(key) != now[key]
+        stored, current = read_json(path), json.loads(json.dumps(self.as_dict()))
+        changes = [
+            f"{key} was {stored.get(key)}, now {current[key]}"
+            for key in ("search", "seed")
+            if stored.get(key) != current[key]
         ]
-        found += differences(before.get("resolved", {}), now["resolved"])
-        if found:
+        changes += differences(stored.get("resolved", {}), current["resolved"])
+        if changes:
             raise SettingsError(
-                f"{self.folder} holds another sweep: {'; '.join(found[:3])}; type its command ({before['command']}), "
+                f"{self.folder} holds another sweep: {'; '.join(changes[:3])}; type its command ({stored['command']}), "
                 "or give another --output_dir"
             )
 

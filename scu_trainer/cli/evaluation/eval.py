@@ -1,8 +1,8 @@
-"""``scu-trainer eval``: held-out bits per token, or accuracy, of a run, a checkpoint, an adapter or a model, alone or
-beside others; and tasks of lm-evaluation-harness on the same models.
+"""``scu-trainer eval``: measures held-out bits per token, or accuracy, of runs, checkpoints, adapters and models, and
+runs tasks of lm-evaluation-harness on them.
 
-A run says itself which documents it held out. All models are scored on the same rows, and each resample of the
-documents is drawn for all alike: what makes a document hard cancels in the differences.
+The files of a run determine which documents it held out. All models are scored on the same rows, and each resample of
+the documents is the same for all models, so that the difficulty of a document cancels in the differences.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from scu_trainer.train.evaluation.sliding import Windows
     from scu_trainer.train.job.job import Task
 
-ALMOST = 0.75
-"""Similarity from which a name counts as a misspelled keyword: "bsae" does, the Hub id "bert-base" does not."""
+MISSPELLING_SIMILARITY = 0.75
+"""Similarity at which a name counts as a misspelled keyword: "bsae" does, the Hub id "bert-base" does not."""
 
-WHILE_TRAINING = ("sample_prompts", "sample_max_new_tokens")
-"""Data settings that have no effect here: nothing is answered."""
+TRAINING_ONLY = ("sample_prompts", "sample_max_new_tokens")
+"""Data settings that have no effect here, because no sample answers are generated."""
 
 DESCRIPTION = """\
 RUN_OR_MODEL is the folder of a run, of one of its checkpoints, of an adapter or of a model, or a Hub id. A run, its
-checkpoints and what merge, export or prune made of them are scored on the documents that the run held out; any other
+checkpoints and what merge, export or prune made from them are scored on the documents that the run held out. Any other
 model needs --dataset (a split of it is scored, by the data settings below), --eval_dataset (all of it is scored) or
---tasks (nothing else is asked). Flags override the data settings of a run."""
+--tasks (only the tasks are run). Flags override the data settings of a run."""
 
 
 @guarded
@@ -64,12 +64,12 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & {*argv}:
         print(parser.format_help())
         return 0
-    name, as_json, options, asked, typed = _read(parser, argv)
+    name, as_json, options, harness_options, typed_data = _parse(parser, argv)
     subjects = _subjects(name, options)
-    if typed or not asked.names or any(subject.run for subject in subjects):
+    if typed_data or not harness_options.names or any(subject.run for subject in subjects):
         subjects = [of_its_run(subject) for subject in subjects]
     with quiet_stdout():
-        report = _evaluate(subjects, typed, options, asked)
+        report = _evaluate(subjects, typed_data, options, harness_options)
     print(json.dumps(report, allow_nan=False) if as_json else as_text(report))
     return 0
 
@@ -82,7 +82,7 @@ def _parser() -> HfArgumentParser:
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
-            where = "; give it before --against, which takes all names that follow" if "RUN_OR_MODEL" in message else ""
+            where = "; give it before --against, which takes all names after it" if "RUN_OR_MODEL" in message else ""
             raise SettingsError(plain_words(message) + where)
 
     parser = Parser(
@@ -99,53 +99,53 @@ def _parser() -> HfArgumentParser:
 
 
 def _data_flags() -> type:
-    kind = flags_of_fields("DataFlags", DataSettings, {}, without=WHILE_TRAINING)
+    kind = flags_of_fields("DataFlags", DataSettings, {}, without=TRAINING_ONLY)
     kind._argument_group_name = "data"
     return kind
 
 
-def _read(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOptions, HarnessOptions, dict[str, Any]]:
-    """RUN_OR_MODEL, --json, the options, what the harness is asked, and the data settings that were typed."""
+def _parse(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOptions, HarnessOptions, dict[str, Any]]:
+    """Return RUN_OR_MODEL, --json, the options, those of the harness, and the data settings that were typed."""
     check_names(argv, field_names(parser))
-    data_names = [item.name for item in fields(DataSettings) if item.name not in WHILE_TRAINING]
+    data_names = [item.name for item in fields(DataSettings) if item.name not in TRAINING_ONLY]
     parser.set_defaults(**dict.fromkeys(data_names))  # None: not typed
     values = vars(parser.parse_args(with_switches(parser, argv)))
-    options, asked = (
+    options, harness_options = (
         kind(**{item.name: values[item.name] for item in fields(kind)}) for kind in (EvalOptions, HarnessOptions)
     )
-    typed = {name: values[name] for name in data_names if values[name] is not None}
-    return values["model"], values["json"], options, asked, typed
+    typed_data = {name: values[name] for name in data_names if values[name] is not None}
+    return values["model"], values["json"], options, harness_options, typed_data
 
 
 def _subjects(name: str, options: EvalOptions) -> list[Subject]:
-    """What is scored, then what it is compared with."""
+    """Return the subject to score, followed by those to compare it with."""
     if name in (BASE, MERGED):
         raise ModelError(f"{name} is a keyword of --against; give a path or a Hub id first (./{name} for a folder)")
     first = subject_of(name)
     words = {BASE: base_subject, MERGED: lambda subject: merged_subject(subject, options.merge_dtype)}
     for other in options.against or []:
-        _require_no_slip(other)
+        _refuse_misspelled_keyword(other)
     others = [words[other](first) if other in words else subject_of(other) for other in options.against or []]
     if options.merge_dtype != "auto" and MERGED not in (options.against or []):
         raise SettingsError("merge_dtype is for --against merged; add that, or drop it")
     return [subject.consenting(options) for subject in (first, *others)]
 
 
-def _require_no_slip(name: str) -> None:
-    """A misspelled keyword would be looked up on the Hub."""
-    slip = get_close_matches(name, (BASE, MERGED), n=1, cutoff=ALMOST)
+def _refuse_misspelled_keyword(name: str) -> None:
+    """Raise ModelError for a misspelled keyword, which would otherwise be looked up on the Hub."""
+    slip = get_close_matches(name, (BASE, MERGED), n=1, cutoff=MISSPELLING_SIMILARITY)
     if slip and name not in (BASE, MERGED) and not Path(name).exists():
         raise ModelError(f"--against {name} is not a folder here; did you mean the keyword {slip[0]}?")
 
 
-# -- asking ------------------------------------------------------------------------------------------------------------
+# -- the evaluation ----------------------------------------------------------------------------------------------------
 
 
 def _evaluate(
-    subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
+    subjects: list[Subject], typed_data: dict[str, Any], options: EvalOptions, harness_options: HarnessOptions
 ) -> dict[str, Any]:
-    """Everything that is reported, JSON-like."""
-    request = evaluation_request(subjects, typed, options, asked)
+    """Score all subjects and return the report, which holds only JSON values."""
+    request = evaluation_request(subjects, typed_data, options, harness_options)
     results = [request.ask(subject) for subject in subjects]
     has_documents = request.settings is not None
     return {
@@ -155,49 +155,54 @@ def _evaluate(
         "resamples": options.resamples,
         "seed": options.seed,
         **models_report(subjects, results, options, request.data),
-        "tasks": tasks_report(subjects, results, asked, options) if asked.names else None,
-        "notes": notes_of(request, subjects, results, typed),
+        "tasks": tasks_report(subjects, results, harness_options, options) if harness_options.names else None,
+        "notes": notes_of(request, subjects, results, typed_data),
     }
 
 
 def evaluation_request(
-    subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
+    subjects: list[Subject], typed_data: dict[str, Any], options: EvalOptions, harness_options: HarnessOptions
 ) -> EvaluationRequest:
-    """What all ``subjects`` are asked. Raises a UserError for everything that can be checked before loading a model."""
+    """Return the request that is the same for all ``subjects``. Raises UserError for everything that can be checked
+    before a model is loaded."""
     owner = next((subject for subject in subjects if subject.run), subjects[0])
     task = task_of(options.task or owner.task)
-    _require_task(task, subjects, typed, options, asked)
-    refuse_windows(options, task.name, typed)
+    _require_task(task, subjects, typed_data, options, harness_options)
+    refuse_windows(options, task.name, typed_data)
     precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
     request = EvaluationRequest(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
-    if owner.run or typed or not asked.names:
-        request.settings, request.seed = held_out_settings(owner, typed, options.seed)
+    if owner.run or typed_data or not harness_options.names:
+        request.settings, request.seed = held_out_settings(owner, typed_data, options.seed)
         require_mixable(request.settings, task.name)
-        is_given = owner.run is not None or "block_size" in typed
-        request.windows = windows_of(options, request.settings, subjects, is_given)
+        is_given = owner.run is not None or "block_size" in typed_data
+        request.windows = _windows_for(options, request.settings, subjects, is_given)
     elif options.stride is not None or options.batch_tokens is not None:
         name = "stride" if options.stride is not None else "batch_tokens"
         raise SettingsError(
-            f"{name} is for held-out documents, and you asked only for tasks; add --dataset, or drop it"
+            f"{name} is for held-out documents, but you asked only for tasks; add --dataset, or drop it"
         )
     tokenizers = [load_tokenizer(subject.model) for subject in subjects] if task.name == TEXT else []
     if tokenizers and request.settings is not None:
         _require_same_tokens(subjects, tokenizers)
-    request.harness = _harness(asked, options, subjects, tokenizers)
+    request.harness = _harness_for(harness_options, options, subjects, tokenizers)
     return request
 
 
 def _require_task(
-    task: Task, subjects: list[Subject], typed: dict[str, Any], options: EvalOptions, asked: HarnessOptions
+    task: Task,
+    subjects: list[Subject],
+    typed_data: dict[str, Any],
+    options: EvalOptions,
+    harness_options: HarnessOptions,
 ) -> None:
     other = next((subject for subject in subjects if subject.run and subject.task != task.name), None)
     if other is not None:
-        raise ModelError(f"{other.name} is a run of task: {other.task}, and task is {task.name}; score each separately")
-    TaskSettings(task.name).check_typed(typed)
+        raise ModelError(f"{other.name} is a run of task: {other.task}, but task is {task.name}; score each separately")
+    TaskSettings(task.name).check_typed(typed_data)
     if options.batch_tokens is not None and task.unit == "label":
         raise SettingsError(f"batch_tokens has no effect on task: {task.name}; drop it")
-    if asked.names and task.name != TEXT:
-        raise SettingsError(f"tasks of lm-evaluation-harness are for task: {TEXT}, and task is {task.name}; drop it")
+    if harness_options.names and task.name != TEXT:
+        raise SettingsError(f"tasks of lm-evaluation-harness need task: {TEXT}, but task is {task.name}; drop --tasks")
 
 
 def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None:
@@ -214,20 +219,20 @@ def _require_same_tokens(subjects: list[Subject], tokenizers: list[Any]) -> None
         )
 
 
-def _harness(
-    asked: HarnessOptions, options: EvalOptions, subjects: list[Subject], tokenizers: list[Any]
+def _harness_for(
+    harness_options: HarnessOptions, options: EvalOptions, subjects: list[Subject], tokenizers: list[Any]
 ) -> Optional[Harness]:
-    if not asked.names:
+    if not harness_options.names:
         return None
     from scu_trainer.train.evaluation.harness import Harness
 
-    same = ("num_fewshot", "limit", "include_path", "apply_chat_template")
+    shared = ("num_fewshot", "limit", "include_path", "apply_chat_template")
     harness = Harness(
-        asked.names,
-        asked.batch_size or BATCH_SIZE,
+        harness_options.names,
+        harness_options.batch_size or BATCH_SIZE,
         max_length=options.max_length,
         resamples=options.resamples,
-        **{name: getattr(asked, name) for name in same},
+        **{name: getattr(harness_options, name) for name in shared},
     )
     for subject, tokenizer in zip(subjects, tokenizers, strict=True):
         harness.require_template(tokenizer, subject.name)
@@ -238,12 +243,13 @@ def _harness(
 # -- windows: --max_length and --stride --------------------------------------------------------------------------------
 
 
-def windows_of(
+def _windows_for(
     options: EvalOptions, settings: DataSettings, subjects: list[Subject], is_block_size_given: bool
 ) -> Optional[Windows]:
-    """None where neither was typed: the rows that training evaluates. ``is_block_size_given``: by a run or a flag.
+    """Return the windows to score. If neither option was typed, return None: the rows that training evaluates are
+    scored. ``is_block_size_given``: whether a run or a flag sets block_size.
 
-    Raises SettingsError for windows that do not exist or that exceed the positions of a model.
+    Raises SettingsError for impossible windows and for windows that exceed the positions of a model.
     """
     if options.max_length is None and options.stride is None:
         return None
@@ -253,7 +259,7 @@ def windows_of(
     known = [] if is_block_size_given else [positions for positions in limits.values() if positions is not None]
     max_length = options.max_length or min([settings.block_size, *known])
     stride = options.stride or max_length
-    _require_readable(max_length, limits)
+    _require_positions(max_length, limits)
     require(
         stride <= max_length,
         f"stride {stride} exceeds max_length {max_length}, so tokens would be left out; use --stride {max_length} or "
@@ -262,8 +268,8 @@ def windows_of(
     return Windows(max_length, stride)
 
 
-def _require_readable(max_length: int, limits: dict[str, Optional[int]]) -> None:
-    """limits: positions by name of the model."""
+def _require_positions(max_length: int, limits: dict[str, Optional[int]]) -> None:
+    """Raise SettingsError if a model has fewer positions than ``max_length``. ``limits``: positions by model name."""
     for name, positions in limits.items():
         require(
             positions is None or max_length <= positions,
@@ -272,10 +278,10 @@ def _require_readable(max_length: int, limits: dict[str, Optional[int]]) -> None
         )
 
 
-def refuse_windows(options: EvalOptions, task_name: str, typed: dict[str, Any]) -> None:
-    """Raise SettingsError where windows have no effect, or are given twice."""
+def refuse_windows(options: EvalOptions, task_name: str, typed_data: dict[str, Any]) -> None:
+    """Raise SettingsError if the options for windows have no effect, or if the length is given twice."""
     given = [name for name in ("max_length", "stride") if getattr(options, name) is not None]
     if given and task_name != TEXT:
-        raise SettingsError(f"{given[0]} has an effect on task: {TEXT} only, and task is {task_name}; drop it")
-    if options.max_length is not None and "block_size" in typed:
-        raise SettingsError("max_length and block_size both say how long a row is; drop --block_size")
+        raise SettingsError(f"{given[0]} only has an effect on task: {TEXT}, but task is {task_name}; drop it")
+    if options.max_length is not None and "block_size" in typed_data:
+        raise SettingsError("max_length and block_size both set the length of a row; drop --block_size")

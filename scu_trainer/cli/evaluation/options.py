@@ -1,4 +1,4 @@
-"""What can be asked of ``scu-trainer eval``, and what is refused before anything is loaded."""
+"""The options of ``scu-trainer eval``, and the checks on them that run before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from scu_trainer.settings.tasks import KINDS, TEXT, TaskSettings
 
 BATCH_TOKENS = 8192
 BATCH_SIZE = 8
-HOW_TO_SCORE = {
+ALLOWED_VALUES = {
     "max_length": Allowed(least=2),
     "stride": Allowed(least=1),
     "batch_tokens": Allowed(least=1),
     "confidence": Allowed(above=0, below=1),
     "resamples": Allowed(least=1),
 }
-ELSEWHERE = {
+HELD_OUT_COUNTERPARTS = {
     "batch_size": "; batch_tokens is the size of a forward pass over held-out data",
     "limit": "; max_eval_documents is the most held-out documents",
 }
-"""Options of the harness that may have been meant for held-out data, and what has that effect there."""
+"""Options of the harness that may have been meant for held-out data, and the option that does the same there."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class EvalOptions:
     task: Optional[str] = option(None, f"one of {', '.join(KINDS)}; default: that of the run, or {TEXT} without a run")
     against: Optional[list[str]] = option(
         None,
-        "other models, each compared with RUN_OR_MODEL; the word base: what it was tuned from; the word merged: its "
-        "adapter in the weights of its base",
+        "other models, each compared with RUN_OR_MODEL; the word base: the model that it was tuned from; the word "
+        "merged: that model with the adapter merged in",
     )
     merge_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "type of the merged weights; auto: that of the base, of a base in 4 or 8 bits the one it computes in"
+        "auto",
+        "type of the merged weights; auto: that of the base, or for a base in 4 or 8 bits the one it computes in",
     )
     max_length: Optional[int] = option(
         None,
@@ -45,8 +46,8 @@ class EvalOptions:
     )
     stride: Optional[int] = option(
         None,
-        "text-generation: tokens from one window over a long document to the next; smaller: more context for each "
-        "token, and more time; default: max_length, no overlap",
+        "text-generation: tokens from one window over a long document to the next; a smaller stride gives each token "
+        "more context and takes more time; default: max_length, no overlap",
     )
     batch_tokens: Optional[int] = option(None, f"padded tokens per forward pass; default: {BATCH_TOKENS}")
     confidence: float = option(0.95, "level of the intervals, above 0 and below 1")
@@ -60,7 +61,7 @@ class EvalOptions:
     allow_pickle: bool = option(False, "also read weights that are stored as pickle files: tensors only")
 
     def __post_init__(self) -> None:
-        check_fields(self, HOW_TO_SCORE)
+        check_fields(self, ALLOWED_VALUES)
         if self.task is not None:
             TaskSettings(self.task)
         names = self.against or []
@@ -69,13 +70,13 @@ class EvalOptions:
 
     @property
     def how(self) -> dict[str, Any]:
-        """Arguments of every bootstrap."""
+        """The arguments of every bootstrap."""
         return {"resamples": self.resamples, "confidence": self.confidence, "seed": self.seed}
 
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """Tasks of lm-evaluation-harness, by its own names for everything."""
+    """Tasks of lm-evaluation-harness. All options have the names that they have there."""
 
     _argument_group_name = "tasks of lm-evaluation-harness"
 
@@ -93,11 +94,11 @@ class HarnessOptions:
     def __post_init__(self) -> None:
         check_fields(self, {"batch_size": Allowed(least=1)})
         typed = [name for name, value in vars(self).items() if name != "tasks" and value is not None]
-        typed = [name for name in typed if getattr(self, name) is not False]  # 0 is typed
+        typed = [name for name in typed if getattr(self, name) is not False]  # False is the default, but 0 was typed
         require(
             self.tasks is not None or not typed,
             f"{typed and typed[0]} is for tasks of lm-evaluation-harness; add --tasks NAME, or drop it"
-            f"{ELSEWHERE.get(typed[0], '') if typed else ''}",
+            f"{HELD_OUT_COUNTERPARTS.get(typed[0], '') if typed else ''}",
         )
         require(self.tasks is None or bool(self.names), "tasks is empty; give names separated by commas")
         limit = self.limit

@@ -1,4 +1,4 @@
-"""What all models gave -> one JSON-like report: figures with intervals, paired differences, a verdict for each."""
+"""Builds the report of an evaluation, as JSON values: figures with intervals, paired differences, and verdicts."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ if TYPE_CHECKING:
 MAY_HAVE_LEARNED = "it may have learned some of these documents"
 
 FEW_DOCUMENTS = 10
-"""Below this a percentile bootstrap is clearly too narrow."""
+"""With fewer documents, the interval of a percentile bootstrap is clearly too narrow."""
 
 FEW_QUESTIONS = 30
-"""Below this a normal approximation of an accuracy is poor."""
+"""With fewer questions, the normal approximation of an accuracy is poor."""
 
-SHOWN = 5e-5
-"""Half of the last digit that is printed."""
+ROUNDING = 5e-5
+"""Half a unit of the last digit that is printed."""
 
 EQUAL = "equal to four digits"
 BY_ROUNDING = " by rounding"
 
 
 def verdict(difference: BootstrapInterval, count: int, item: str = "document") -> str:
-    """What the interval of "model minus other" over ``count`` documents or questions says about the model."""
+    """Return the verdict on the model from the interval of "model minus other" over ``count`` documents or
+    questions."""
     if count < 2:
         return f"one {item} cannot tell"
-    if max(abs(difference.low), abs(difference.high)) < SHOWN:
+    if max(abs(difference.low), abs(difference.high)) < ROUNDING:
         return EQUAL
     if difference.high < 0:
         return "lower"
@@ -48,7 +49,7 @@ def verdict(difference: BootstrapInterval, count: int, item: str = "document") -
 
 
 def held_out_report(request: EvaluationRequest, scores: DocumentScores) -> dict[str, Any]:
-    """What was scored, and how. ``scores``: of one of the models."""
+    """Return what was scored, and how. ``scores``: the scores of any one of the models."""
     settings = request.settings
     return {
         "item": request.task.item,
@@ -63,7 +64,7 @@ def held_out_report(request: EvaluationRequest, scores: DocumentScores) -> dict[
 
 
 def _windows(request: EvaluationRequest) -> Optional[dict[str, int]]:
-    """None for rows that are no text."""
+    """Return the windows that were scored; None for rows that are not text."""
     from scu_trainer.train.evaluation.sliding import Windows
 
     if request.task.unit == "label":
@@ -74,34 +75,34 @@ def _windows(request: EvaluationRequest) -> Optional[dict[str, int]]:
 
 
 def models_report(
-    subjects: list[Subject], answers: list[EvaluationResult], options: EvalOptions, data: Any
+    subjects: list[Subject], outcomes: list[EvaluationResult], options: EvalOptions, data: Any
 ) -> dict[str, Any]:
-    """``model``: the first one; ``against``: the others, each with its own difference, model minus other. ``data``:
-    the held-out rows; of a mixture each model has figures by source too."""
-    rows = [_figures_of(subject, result, options, data) for subject, result in zip(subjects, answers, strict=True)]
-    for row, subject, result in zip(rows[1:], subjects[1:], answers[1:], strict=True):
+    """Return the figures of the first subject under ``model``, and those of the others under ``against``, each with its
+    difference, model minus other. ``data``: the held-out rows; for a mixture, each model also has figures by source."""
+    rows = [_model_row(subject, result, options, data) for subject, result in zip(subjects, outcomes, strict=True)]
+    for row, subject, result in zip(rows[1:], subjects[1:], outcomes[1:], strict=True):
         if result.scores is not None:
-            row["difference"] = _difference(result.scores, answers[0].scores, options)
-            _say_rounding([row], subjects[0], subject, result)
+            row["difference"] = _difference(result.scores, outcomes[0].scores, options)
+            _mark_rounding([row], subjects[0], subject, result)
     return {"model": rows[0], "against": rows[1:]}
 
 
-def _say_rounding(rows: list[dict[str, Any]], model: Subject, other: Subject, result: EvaluationResult) -> None:
-    """In the verdicts of ``rows``: a merged model has the update of its adapter, so whatever is between the two comes
-    from rounding, and neither is better trained. ``result``: of ``other``."""
+def _mark_rounding(rows: list[dict[str, Any]], model: Subject, other: Subject, result: EvaluationResult) -> None:
+    """Mark verdicts of ``rows`` that come from rounding. A merged model has the update of its adapter, so a difference
+    between these two is due to rounding, and neither is better trained. ``result``: the result of ``other``."""
     differing = [row["difference"] for row in rows if row.get("difference", {}).get("verdict") in ("lower", "higher")]
     if not differing:
         return
     if result.merge is not None:  # measured just now
         is_rounding = result.merge["is_within_tolerance"]
     else:
-        one, two = Path(model.source), Path(other.source)
-        is_rounding = is_merged_from(two, one) or is_merged_from(one, two)
+        first, second = Path(model.source), Path(other.source)
+        is_rounding = is_merged_from(second, first) or is_merged_from(first, second)
     for difference in differing if is_rounding else ():
         difference["verdict"] += BY_ROUNDING
 
 
-def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:
+def _model_row(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:
     from scu_trainer.train.evaluation.scoring import bootstrap_accuracy, bootstrap_bpt, bootstrap_exact
 
     scores, row = result.scores, {"name": subject.name, "word": subject.word}
@@ -123,11 +124,11 @@ def _figures_of(subject: Subject, result: EvaluationResult, options: EvalOptions
 
 
 def _by_source(scores: DocumentScores, options: EvalOptions, data: Any) -> dict[str, Any]:
-    """Nothing without a mixture."""
+    """Return the figures of each source of a mixture; an empty dict for a single dataset."""
     from scu_trainer.train.evaluation.by_source import scores_by_source
     from scu_trainer.train.evaluation.scoring import bootstrap_bpt
 
-    found = {
+    sources = {
         name: {
             "documents": len(part.tokens),
             "tokens": int(part.tokens.sum()),
@@ -135,36 +136,36 @@ def _by_source(scores: DocumentScores, options: EvalOptions, data: Any) -> dict[
         }
         for name, part in scores_by_source(scores, data).items()
     }
-    return {"sources": found} if found else {}
+    return {"sources": sources} if sources else {}
 
 
 def _difference(other: DocumentScores, model: DocumentScores, options: EvalOptions) -> dict[str, Any]:
     from scu_trainer.train.evaluation.scoring import bootstrap_accuracy_difference, bootstrap_difference
 
     is_classifier = model.correct is not None
-    found = (bootstrap_accuracy_difference if is_classifier else bootstrap_difference)(other, model, **options.how)
-    return {**found.over(model), "verdict": verdict(found, len(model.tokens))}
+    interval = (bootstrap_accuracy_difference if is_classifier else bootstrap_difference)(other, model, **options.how)
+    return {**interval.over(model), "verdict": verdict(interval, len(model.tokens))}
 
 
 # -- tasks of lm-evaluation-harness ------------------------------------------------------------------------------------
 
 
 def tasks_report(
-    subjects: list[Subject], answers: list[EvaluationResult], asked: HarnessOptions, options: EvalOptions
+    subjects: list[Subject], outcomes: list[EvaluationResult], harness_options: HarnessOptions, options: EvalOptions
 ) -> Any:
-    """How the harness was asked, and a row per task, metric and model."""
-    first = {figure.key: figure for figure in answers[0].figures}
+    """Return the options of the harness, and a row per task, metric and model."""
+    first = {figure.key: figure for figure in outcomes[0].figures}
     results = []
-    for number, (subject, result) in enumerate(zip(subjects, answers, strict=True)):
+    for number, (subject, result) in enumerate(zip(subjects, outcomes, strict=True)):
         others = {} if number == 0 else first
         rows = [_task_row(subject, figure, others.get(figure.key), options) for figure in result.figures]
-        _say_rounding(rows, subjects[0], subject, result)
+        _mark_rounding(rows, subjects[0], subject, result)
         results += rows
     return {
         "harness": f"lm_eval {installed_version('lm_eval')}",
-        "names": asked.names,
-        "limit": asked.limit,
-        "apply_chat_template": asked.apply_chat_template,
+        "names": harness_options.names,
+        "limit": harness_options.limit,
+        "apply_chat_template": harness_options.apply_chat_template,
         "interval": "value +- normal quantile x stderr of lm_eval",
         "results": results,
     }
@@ -173,7 +174,8 @@ def tasks_report(
 def _task_row(
     subject: Subject, figure: TaskFigure, model: Optional[TaskFigure], options: EvalOptions
 ) -> dict[str, Any]:
-    """``model``: the same figure of RUN_OR_MODEL, to be compared with; None for its own."""
+    """Return a row for one figure. ``model``: the same figure of RUN_OR_MODEL, to compare with; None for its own
+    row."""
     from scu_trainer.train.evaluation.harness import paired_difference
 
     interval = figure.interval(options.confidence)
@@ -182,11 +184,11 @@ def _task_row(
     row |= {"low": None, "high": None} if interval is None else {"low": interval.low, "high": interval.high}
     row["confidence"] = options.confidence
     row |= {name: getattr(figure, name) for name in ("questions", "num_fewshot", "version", "is_higher_better")}
-    found = None if model is None else paired_difference(figure, model, options.how)
-    if found is not None:
+    difference = None if model is None else paired_difference(figure, model, options.how)
+    if difference is not None:
         bounds = {"low": None, "high": None} if len(figure.per_question) < 2 else {}
-        said = verdict(found, len(figure.per_question), "question")
-        row["difference"] = {**asdict(found), **bounds, "verdict": said}
+        conclusion = verdict(difference, len(figure.per_question), "question")
+        row["difference"] = {**asdict(difference), **bounds, "verdict": conclusion}
     return row
 
 
@@ -194,12 +196,12 @@ def _task_row(
 
 
 def notes_of(
-    request: EvaluationRequest, subjects: list[Subject], answers: list[EvaluationResult], typed: dict[str, Any]
+    request: EvaluationRequest, subjects: list[Subject], outcomes: list[EvaluationResult], typed: dict[str, Any]
 ) -> list[str]:
-    """What a reader must know beside the figures."""
+    """Return what a reader must know in addition to the figures."""
     notes = [
         f"{subject.name}: its logits are farther from the adapter's than the tolerance; do not use it unchecked"
-        for subject, result in zip(subjects, answers, strict=True)
+        for subject, result in zip(subjects, outcomes, strict=True)
         if result.merge is not None and not result.merge["is_within_tolerance"]
     ]
     if request.settings is not None:
@@ -209,20 +211,23 @@ def notes_of(
             notes.append(
                 f"the data have a different fingerprint than when {owner.name} was trained: {MAY_HAVE_LEARNED}"
             )
-    return [*notes, *dict.fromkeys(_notes_on_figures(subjects, answers))]
+    return [*notes, *dict.fromkeys(_notes_on_figures(subjects, outcomes))]
 
 
-def _notes_on_figures(subjects: list[Subject], answers: list[EvaluationResult]) -> Iterator[str]:
-    for subject, result in zip(subjects, answers, strict=True):
-        who, (count, tokens) = subject.word or subject.name, result.cuts
+def _notes_on_figures(subjects: list[Subject], outcomes: list[EvaluationResult]) -> Iterator[str]:
+    for subject, result in zip(subjects, outcomes, strict=True):
+        shown_name, (count, tokens) = subject.word or subject.name, result.cuts
         if count:
             times = counted(count, "time")
-            yield f"{who} was asked at most {tokens} tokens at once: lm_eval cut off the beginning of the rest, {times}"
+            yield (
+                f"{shown_name} was given at most {tokens} tokens at once: lm_eval cut off the beginning of the rest, "
+                f"{times}"
+            )
         for figure in result.figures:
             if figure.questions is not None and figure.questions < FEW_QUESTIONS:
                 yield f"{figure.task} asked {counted(figure.questions, 'question')}: too few to trust an interval"
             if figure.stderr == 0.0:
-                yield f"{figure.task}: every question gave {who} the same {figure.metric}, so it has no interval"
+                yield f"{figure.task}: every question gave {shown_name} the same {figure.metric}, so it has no interval"
 
 
 def _notes_on_data(data: Any, item: str) -> list[str]:
@@ -234,11 +239,11 @@ def _notes_on_data(data: Any, item: str) -> list[str]:
 
 
 def _notes_on_training(subjects: list[Subject], request: EvaluationRequest) -> list[str]:
-    own = [subject for subject in subjects if subject.word is None]
+    named = [subject for subject in subjects if subject.word is None]
     split = request.settings, request.seed, own_split(request.owner)
-    suspects = [subject for subject in own if may_have_learned(subject, *split)]
+    suspects = [subject for subject in named if may_have_learned(subject, *split)]
     return [
         *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
-        *(f"{lost}: {MAY_HAVE_LEARNED}" for lost in map(lost_run, own) if lost is not None),
-        *(f"{s.name}: its weights are scored, not their moving averages ({s.averages})" for s in own if s.averages),
+        *(f"{lost}: {MAY_HAVE_LEARNED}" for lost in map(lost_run, named) if lost is not None),
+        *(f"{s.name}: its weights are scored, not their moving averages ({s.averages})" for s in named if s.averages),
     ]

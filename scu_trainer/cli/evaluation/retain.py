@@ -1,4 +1,4 @@
-"""``scu-trainer retain``: so much of a trained update as loses no more than a budget on other text."""
+"""``scu-trainer retain``: keeps as much of a trained update as a budget for the loss on other text allows."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ if TYPE_CHECKING:
     from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores
 
 RETAIN_FILE = "retain.json"
-FEWEST_DOCUMENTS = 8
-LEVEL = 0.95
+LEAST_DOCUMENTS = 8
+CONFIDENCE = 0.95
 
 DESCRIPTION = """\
 Learn this, lose at most that: keeps as much of what RUN has learned as it can without losing more than BITS
-per token on the documents of FILE, compared with the model that it was tuned from. Half of them decide how much; the
-other half only measure what it costs. Writes the model, or the adapter, with that share of its update (WiSE-FT)."""
+per token on the documents of FILE, compared with the model that it was tuned from. Half of the documents decide how
+much; the other half only measure what it costs. Writes the model, or the adapter, with that share of its update
+(WiSE-FT)."""
 
 
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer retain", description=DESCRIPTION)
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, an adapter, or with --base a full model")
-    parser.add_argument("--anchor", required=True, metavar="FILE", help="text, JSON lines, ... or a dataset to keep")
+    parser.add_argument("--anchor", required=True, metavar="FILE", help="text to keep: a file or a dataset")
     parser.add_argument("--budget_bits", type=float, required=True, metavar="BITS",
-                        help="bits per token on it that may be lost, for instance 0.05")  # fmt: skip
-    parser.add_argument("--base", metavar="MODEL", help="what it was tuned from; default: what the run or adapter says")
+                        help="bits per token of that text that may be lost, for instance 0.05")  # fmt: skip
+    parser.add_argument("--base", metavar="MODEL", help="what it was tuned from; default: as the run or adapter says")
     parser.add_argument("--output_dir", metavar="DIR", help="default: RUN-retained next to the run")
     parser.add_argument("--max_documents", type=int, default=400, metavar="N",
                         help="documents of FILE to use, at most; default: 400")  # fmt: skip
@@ -70,12 +71,12 @@ def main(argv: list[str]) -> int:
 def _subjects(options: Any) -> tuple[Subject, Subject]:
     tuned = subject_of(options.run)
     if tuned.task != TEXT:
-        raise ModelError(f"{tuned.name} is of task {tuned.task}; what is kept is text, so only {TEXT} has it")
+        raise ModelError(f"{tuned.name} has task {tuned.task}; retain keeps text, so it needs task {TEXT}")
     base = base_subject(tuned, "--base") if options.base is None else subject_of(options.base)
     return tuned.consenting(options), base.consenting(options)
 
 
-# -- how much ----------------------------------------------------------------------------------------------------------
+# -- the share ---------------------------------------------------------------------------------------------------------
 
 
 class Shares:
@@ -95,27 +96,27 @@ class Shares:
 
 
 def _retain(tuned: Subject, base: Subject, options: Any, folder: Path) -> dict[str, Any]:
-    asked = EvalOptions(seed=options.seed)
-    found = _solved(tuned, base, options, folder, asked)  # and its model is let go before the next is read
-    report = {**found, "own_text": _own(tuned, base, found["share"], asked), "folder": str(folder)}
+    evaluation = EvalOptions(seed=options.seed)
+    solution = _choose_share(tuned, base, options, folder, evaluation)  # frees its model for the next one
+    report = {**solution, "own_text": _own_text(tuned, base, solution["share"], evaluation), "folder": str(folder)}
     write_json(folder / RETAIN_FILE, report)
     return report
 
 
-def _solved(tuned: Subject, base: Subject, options: Any, folder: Path, asked: EvalOptions) -> dict[str, Any]:
-    """Writes the model, too."""
+def _choose_share(tuned: Subject, base: Subject, options: Any, folder: Path, evaluation: EvalOptions) -> dict[str, Any]:
+    """Find the largest share within the budget, write the model with that share, and return what the share costs."""
     anchor = {"eval_dataset": options.anchor, "max_eval_documents": options.max_documents}
-    shares = Shares(evaluation_request([tuned, base], anchor, asked, HarnessOptions()), tuned, base)
+    shares = Shares(evaluation_request([tuned, base], anchor, evaluation, HarnessOptions()), tuned, base)
     before, tried = shares.scores(0.0), []
-    deciding, judging = _halves(len(before.nats), options.seed)
+    deciding, judging = _split_in_halves(len(before.nats), options.seed)
 
     def cost(share: float) -> float:
-        found = _lost(before, shares.scores(share), deciding, SOLVED_AT, options.seed)
-        tried.append({"share": share, "bits": found.value, "high": found.high})
-        return found.high
+        loss = _lost_bits(before, shares.scores(share), deciding, SOLVED_AT, options.seed)
+        tried.append({"share": share, "bits": loss.value, "high": loss.high})
+        return loss.high
 
     share = largest_share(cost, options.budget_bits)
-    lost, whole = (_lost(before, shares.scores(at), judging, LEVEL, options.seed) for at in (share, 1.0))
+    lost, whole = (_lost_bits(before, shares.scores(part), judging, CONFIDENCE, options.seed) for part in (share, 1.0))
     require_room(folder.parent, shares.update.size_bytes)
     shares.update.save(share, folder)
     shares.processor.save_pretrained(folder)
@@ -127,42 +128,45 @@ def _solved(tuned: Subject, base: Subject, options: Any, folder: Path, asked: Ev
     }  # fmt: skip
 
 
-def _own(tuned: Subject, base: Subject, share: float, asked: EvalOptions) -> Optional[dict[str, Any]]:
-    """What the run gained on its own held-out documents, and how much of that is left. None where it held out none."""
+def _own_text(tuned: Subject, base: Subject, share: float, evaluation: EvalOptions) -> Optional[dict[str, Any]]:
+    """Return what the run gained on its own held-out documents, with the whole update and with the share that is kept.
+    None if it held out no documents."""
     from scu_trainer.train.evaluation.scoring import bootstrap_difference
 
     if tuned.run is None or not (tuned.data.eval_dataset or tuned.data.validation_split_percentage):
         return None
-    shares = Shares(evaluation_request([tuned], {}, asked, HarnessOptions()), tuned, base)
-    before, kept, whole = (shares.scores(at) for at in (0.0, share, 1.0))
+    shares = Shares(evaluation_request([tuned], {}, evaluation, HarnessOptions()), tuned, base)
+    before, kept, whole = (shares.scores(part) for part in (0.0, share, 1.0))
     differences = {
-        name: bootstrap_difference(before, after, seed=asked.seed).over(before)
+        name: bootstrap_difference(before, after, seed=evaluation.seed).over(before)
         for name, after in (("whole", whole), ("kept", kept))
     }
     return {"documents": len(before.nats), **differences}
 
 
-def _halves(count: int, seed: int) -> tuple[Any, Any]:
-    """Numbers of the documents that decide, and of those that judge."""
+def _split_in_halves(count: int, seed: int) -> tuple[Any, Any]:
+    """Return the indices of the documents that decide, and of those that judge."""
     import numpy
 
-    if count < FEWEST_DOCUMENTS:
+    if count < LEAST_DOCUMENTS:
         raise DataError(
-            f"the anchor has {count} documents, and half of them decide while the other half judge; give "
-            f"{FEWEST_DOCUMENTS} or more, shorter ones for instance"
+            f"the anchor has {count} documents, but half of them decide and the other half judge; give "
+            f"{LEAST_DOCUMENTS} or more, shorter ones for instance"
         )
     order = numpy.random.default_rng(seed).permutation(count)
     return order[: count // 2], order[count // 2 :]
 
 
-def _lost(before: DocumentScores, after: DocumentScores, which: Any, confidence: float, seed: int) -> BootstrapInterval:
+def _lost_bits(
+    before: DocumentScores, after: DocumentScores, indices: Any, confidence: float, seed: int
+) -> BootstrapInterval:
     from scu_trainer.train.evaluation.scoring import DocumentScores, bootstrap_difference
 
-    first, second = (DocumentScores(one.nats[which], one.tokens[which]) for one in (before, after))
+    first, second = (DocumentScores(scores.nats[indices], scores.tokens[indices]) for scores in (before, after))
     return bootstrap_difference(first, second, confidence=confidence, seed=seed)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- the text ----------------------------------------------------------------------------------------------------------
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -174,9 +178,11 @@ def as_text(report: dict[str, Any]) -> str:
         f"  with what is kept   {_bits(lost)}, the budget is {budget:g}",
     ]
     if not report["is_within_budget"]:
-        lines.append("  more than the budget: the documents are few or unlike; give more of them, or a smaller budget")
+        lines.append(
+            "  more than the budget: the documents are few or very different; give more of them, or a smaller budget"
+        )
     if report["share"] == 0:
-        lines.append("no share of the update stays within the budget: the base itself was written")
+        lines.append("no share of the update stays within the budget: the base was written unchanged")
     own = report["own_text"]
     if own:
         lines += [
@@ -187,8 +193,8 @@ def as_text(report: dict[str, Any]) -> str:
     return "\n".join([*lines, f"written: {report['folder']}, {RETAIN_FILE} in it"])
 
 
-def _bits(found: dict[str, Any]) -> str:
-    bits = f"{found['value']:+.4f} bits per token"
-    if found["low"] is None:  # of one document
+def _bits(interval: dict[str, Any]) -> str:
+    bits = f"{interval['value']:+.4f} bits per token"
+    if interval["low"] is None:  # there was only one document
         return bits
-    return f"{bits} ({found['low']:+.4f} to {found['high']:+.4f}, {found['confidence']:.0%} interval)"
+    return f"{bits} ({interval['low']:+.4f} to {interval['high']:+.4f}, {interval['confidence']:.0%} interval)"

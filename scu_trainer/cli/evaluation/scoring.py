@@ -1,4 +1,4 @@
-"""One model after the other, asked the same: held-out rows, and tasks of lm-evaluation-harness."""
+"""Scores one model after the other on the same held-out rows and the same tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from scu_trainer.train.job.job import Task
 
 CHECKED_ROWS, CHECKED_TOKENS = 4, 256
-"""Held-out text on which the logits of a merged model are compared with those of its adapter."""
+"""Amount of held-out text on which the logits of a merged model are compared with those of its adapter."""
 
 
 @dataclass
 class EvaluationResult:
-    """What one model gave. ``merge``: of a merged one its type, and how far its logits are from the adapter's.
+    """The result of one model. ``merge``: for a merged model, its type, and how far its logits are from the adapter's.
     ``cuts``: as in ``Harness``."""
 
     scores: Optional[DocumentScores] = None
@@ -40,10 +40,10 @@ class EvaluationResult:
 
 @dataclass
 class EvaluationRequest:
-    """What all models of a comparison are asked, in one ``precision``, so that they round alike.
+    """What to score all models of a comparison on, with the same ``precision``, so that they round in the same way.
 
-    ``settings``: of the held-out documents; None for tasks only. ``data``: the rows of the ``owner``, once it was
-    asked.
+    ``settings``: those of the held-out documents; None if only tasks are run. ``data``: the rows of the ``owner``, once
+    it was scored.
     """
 
     task: Task
@@ -58,7 +58,8 @@ class EvaluationRequest:
     held_out: Optional[list[str]] = None
 
     def ask(self, subject: Subject) -> EvaluationResult:
-        """Holds one model at a time, or two to merge an adapter."""
+        """Load a model, score it and return the result. Only one model is held at a time, or two to merge an
+        adapter."""
         result = EvaluationResult()
         model, tokenizer, parts = self.loaded(subject)
         if subject.merge_dtype is not None:
@@ -72,7 +73,7 @@ class EvaluationRequest:
         return result
 
     def loaded(self, subject: Subject) -> tuple[nn.Module, Any, Optional[TrainingComponents]]:
-        """Model, tokenizer, and the documents if there are any."""
+        """Return the model, its tokenizer, and the components with the documents, if there are any."""
         if self.settings is not None:
             parts = self._parts(subject)
             return parts.model, parts.processor, parts
@@ -94,14 +95,16 @@ class EvaluationRequest:
             raise ModelError(f"out of GPU memory {where}") from error
         broken = int((~numpy.isfinite(scores.nats)).sum())
         if broken:
-            found = f"no finite loss on {broken} of {len(scores.nats)} {self.task.item}s"
-            raise ModelError(f"{subject.name}: {found}, broken weights")
+            problem = f"no finite loss on {broken} of {len(scores.nats)} {self.task.item}s"
+            raise ModelError(f"{subject.name}: {problem}, broken weights")
         return scores
 
     def _parts(self, subject: Subject) -> TrainingComponents:
         from scu_trainer.train.job.source import Source
 
-        source = Source(subject.model, self.settings, self._own(subject), self.seed, self.windows, self.owner.model)
+        source = Source(
+            subject.model, self.settings, self._settings_of(subject), self.seed, self.windows, self.owner.model
+        )
         parts = replace(self.task.load_scored(source), batch_tokens=self.batch_tokens)
         if parts.data.eval is None:
             raise DataError(
@@ -112,20 +115,23 @@ class EvaluationRequest:
             self.data = parts.data
         return parts
 
-    def _own(self, subject: Subject) -> Any:
-        """Settings of the task for ``subject``; those of the split are the owner's."""
+    def _settings_of(self, subject: Subject) -> Any:
+        """Return the settings of the task for ``subject``, with those of the split taken from the owner."""
         own = subject.own(self.task.name)
         return own if own is None else replace(own, **own_split(self.owner))
 
     def _require_same_rows(self, subject: Subject, rows: Any) -> None:
         keys = list(rows.keys()) if hasattr(rows, "keys") else None
         if self.held_out not in (None, keys):
-            same = f"on the same {self.task.item}s"
-            raise ModelError(f"{subject.name} and the other model cannot be scored {same}; score each separately")
+            requirement = f"on the same {self.task.item}s"
+            raise ModelError(
+                f"{subject.name} and the other model cannot be scored {requirement}; score each separately"
+            )
         self.held_out = keys
 
     def _checked_ids(self, tokenizer: Any, parts: Optional[TrainingComponents]) -> Any:
-        """Token ids, shape (rows, time): of the longest held-out rows; without any, every tenth token there is."""
+        """Return token ids, shape (rows, time), of the longest held-out rows; without rows, every tenth token of the
+        vocabulary."""
         import torch
 
         if parts is None:
@@ -137,9 +143,9 @@ class EvaluationRequest:
 
 
 def _merged(model: nn.Module, dtype_name: str, input_ids: Any) -> tuple[nn.Module, dict[str, Any]]:
-    """The adapter of ``model`` in the weights of its base, and how far the logits of both are apart."""
+    """Return ``model`` with its adapter merged into its base, and how far the logits of both are apart."""
     dtype = export_dtype(model, dtype_name)
-    merged = _beside(model, merge_adapter(model, dtype).eval().requires_grad_(False))
+    merged = _on_same_device(model, merge_adapter(model, dtype).eval().requires_grad_(False))
     difference, tolerance = check_merge(model, merged, input_ids), merge_tolerance(model, dtype)
     name = str(dtype).removeprefix("torch.")
     if not math.isfinite(difference):
@@ -152,14 +158,14 @@ def _merged(model: nn.Module, dtype_name: str, input_ids: Any) -> tuple[nn.Modul
     }
 
 
-def _beside(model: nn.Module, merged: nn.Module) -> nn.Module:
-    """``merged`` on the device of ``model``."""
+def _on_same_device(model: nn.Module, merged: nn.Module) -> nn.Module:
+    """Return ``merged`` on the device of ``model``. Raises ModelError if there is not enough GPU memory."""
     import torch
 
     try:
         return merged.to(input_device(model))
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            "no GPU memory for the merged model beside its adapter; drop merged, or write it with scu-trainer merge "
-            "and give its folder to --against"
+            "there is no GPU memory for the merged model in addition to its adapter; drop merged, or write it with "
+            "scu-trainer merge and give its folder to --against"
         ) from error

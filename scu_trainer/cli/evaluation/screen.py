@@ -1,4 +1,4 @@
-"""The report of ``scu-trainer eval`` for a person: at most 80 columns but for long names, which stand alone."""
+"""The report of ``scu-trainer eval`` as text of at most 80 columns. Long names are on lines of their own."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _labels(models: list[dict[str, Any]]) -> list[str]:
-    """Short and different names: the words base and merged, the last parts of a path, numbered where these agree."""
-    found: list[str] = []
+    """Return short, distinct names: the words base and merged, or the last parts of a path, numbered if these agree."""
+    labels: list[str] = []
     for model in models:
-        label = model["word"] or _end_of(model["name"])
-        found.append(label if label not in found else f"{label[: NAME_COLUMNS - 3]} {len(found) + 1}")
-    return found
+        label = model["word"] or _short_name(model["name"])
+        labels.append(label if label not in labels else f"{label[: NAME_COLUMNS - 3]} {len(labels) + 1}")
+    return labels
 
 
 def _legend(models: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
@@ -43,12 +43,12 @@ def _legend(models: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
             yield f"{label}: ~/{name.removeprefix(home)}" if name.startswith(home) else f"{label}: {name}"
 
 
-def _end_of(name: str) -> str:
+def _short_name(name: str) -> str:
     if len(name) <= NAME_COLUMNS:
         return name
     *_, parent, last = ["", *name.rstrip("/").split("/")]
-    both = f"{parent}/{last}"
-    return both if parent and len(both) <= NAME_COLUMNS else last[:NAME_COLUMNS]
+    last_two = f"{parent}/{last}"
+    return last_two if parent and len(last_two) <= NAME_COLUMNS else last[:NAME_COLUMNS]
 
 
 # -- held-out documents ------------------------------------------------------------------------------------------------
@@ -68,26 +68,26 @@ def _header(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(report: dict[str, Any], models: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
-    figures = [(name, title) for name, title in _titles(report).items() if name in models[0]]
+    figures = [(name, title) for name, title in _column_titles(report).items() if name in models[0]]
     level = f"{100 * models[0]['bpt']['confidence']:g} % interval"
     yield _row("", *(word for _, title in figures for word in (title, level)))
     for model, label in zip(models, labels, strict=True):
-        yield _row(label, *(word for name, _ in figures for word in _words(model[name], name)))
+        yield _row(label, *(word for name, _ in figures for word in _value_and_range(model[name], name)))
     for model, label in zip(models, labels, strict=True):
         if "report_exact" in model:
             (exact, exact_range), (bits, bits_range) = (
-                _words(model[f"report_{name}"], "") for name in ("exact", "bpt")
+                _value_and_range(model[f"report_{name}"], "") for name in ("exact", "bpt")
             )
             yield f"reports of {label}: {exact} word for word ({exact_range}), {bits} bits/word ({bits_range})"
         if "sources" in model:
             yield from ("", f"{label} by source, bits/{report['unit']}:")
             width = max(NAME_COLUMNS, *map(len, model["sources"]))
             for name, source in model["sources"].items():
-                row = _row(name, *_words(source["bpt"], "bpt"), width=width)
+                row = _row(name, *_value_and_range(source["bpt"], "bpt"), width=width)
                 yield f"{row}  {source['documents']:,} documents, {source['tokens']:,} tokens"
 
 
-def _titles(report: dict[str, Any]) -> dict[str, str]:
+def _column_titles(report: dict[str, Any]) -> dict[str, str]:
     return {"accuracy": "accuracy", "bpt": f"bits/{report['unit']}", "perplexity": "perplexity"}
 
 
@@ -96,7 +96,7 @@ def _row(label: str, value: str, bounds: str, *second: str, width: int = NAME_CO
     return (line + (f"  {second[0]:>10}  {second[1]:^18}" if second else "")).rstrip()
 
 
-def _words(interval: dict[str, Any], name: str) -> tuple[str, str]:
+def _value_and_range(interval: dict[str, Any], name: str) -> tuple[str, str]:
     shown = "#.5g" if name == "perplexity" else ".4f"
     if interval["value"] is None:
         return "too large", _range(interval, shown)
@@ -113,20 +113,22 @@ def _differences(report: dict[str, Any], labels: list[str]) -> Iterator[str]:
     name = "accuracy" if "accuracy" in report["model"] else "bpt"
     level = f"{100 * report['model']['bpt']['confidence']:g} % interval"
     yield f"{labels[0]} minus the other, on the same {report['item']}s:"
-    yield f"{_row('', _titles(report)[name], level):<{NAME_COLUMNS + 31}}  verdict on {labels[0]}"
+    yield f"{_row('', _column_titles(report)[name], level):<{NAME_COLUMNS + 31}}  verdict on {labels[0]}"
     for other, label in zip(report["against"], labels[1:], strict=True):
         difference = other["difference"]
-        yield _verdict_row(label, difference, _judged(difference["verdict"], is_higher_better=name == "accuracy"))
+        yield _verdict_row(
+            label, difference, _better_or_worse(difference["verdict"], is_higher_better=name == "accuracy")
+        )
 
 
-def _verdict_row(label: str, difference: dict[str, Any], said: str, width: int = NAME_COLUMNS) -> str:
-    return f"{label:<{width}} {difference['value']:>+10.4f}  {_range(difference, '+.4f'):^18}  {said}"
+def _verdict_row(label: str, difference: dict[str, Any], verdict: str, width: int = NAME_COLUMNS) -> str:
+    return f"{label:<{width}} {difference['value']:>+10.4f}  {_range(difference, '+.4f'):^18}  {verdict}"
 
 
-def _judged(found: str, is_higher_better: Optional[bool]) -> str:
-    if found not in ("lower", "higher") or is_higher_better is None:
-        return found
-    return f"{found}: {'better' if (found == 'higher') == is_higher_better else 'worse'}"
+def _better_or_worse(verdict: str, is_higher_better: Optional[bool]) -> str:
+    if verdict not in ("lower", "higher") or is_higher_better is None:
+        return verdict
+    return f"{verdict}: {'better' if (verdict == 'higher') == is_higher_better else 'worse'}"
 
 
 def _merges(models: list[dict[str, Any]], labels: list[str]) -> list[str]:
@@ -134,10 +136,10 @@ def _merges(models: list[dict[str, Any]], labels: list[str]) -> list[str]:
     for model, label in zip(models, labels, strict=True):
         if "merge" in model:
             merge = model["merge"]
-            kept = "within" if merge["is_within_tolerance"] else "ABOVE"
+            relation = "within" if merge["is_within_tolerance"] else "ABOVE"
             lines += [
                 f"{label} in {merge['dtype']}: its logits differ from the adapter's by {merge['logit_difference']:.1e}",
-                f"of the largest, {kept} the tolerance of {merge['tolerance']:g}",
+                f"of the largest, {relation} the tolerance of {merge['tolerance']:g}",
             ]
     return lines
 
@@ -148,25 +150,25 @@ def _merges(models: list[dict[str, Any]], labels: list[str]) -> list[str]:
 def _tasks(tasks: dict[str, Any], labels: list[str]) -> Iterator[str]:
     yield f"tasks of {tasks['harness']}; {tasks['interval']}"
     if tasks["limit"] is not None:
-        yield f"limit {tasks['limit']:g}: a part of the questions, so these are no results of the tasks"
+        yield f"limit {tasks['limit']:g}: only a part of the questions, so these are not the results of the tasks"
     keys = dict.fromkeys((row["task"], row["metric"], row["filter"]) for row in tasks["results"])
     for key in keys:
         rows = [row for row in tasks["results"] if (row["task"], row["metric"], row["filter"]) == key]
-        yield from _task(rows, labels)
+        yield from _task_rows(rows, labels)
 
 
-def _task(rows: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
-    """One row of each model, in their order."""
+def _task_rows(rows: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
+    """Yield a row for each model, in their order."""
     first = rows[0]
     filtered = "" if first["filter"] == "none" else f", filter {first['filter']}"
-    asked = "" if first["questions"] is None else f", {counted(first['questions'], 'question')}"
+    questions = "" if first["questions"] is None else f", {counted(first['questions'], 'question')}"
     shots = "" if first["num_fewshot"] is None else f", {first['num_fewshot']}-shot"
-    yield f"{first['task']}: {first['metric']}{filtered}{asked}{shots}"
+    yield f"{first['task']}: {first['metric']}{filtered}{questions}{shots}"
     if first["stderr_method"] is not None:
         yield f"  stderr: {first['stderr_method']}"
     for row, label in zip(rows, labels, strict=True):
         yield _row(f"  {label}", f"{row['value']:.4f}", _range(row), width=TASK_COLUMNS)
     for row, label in zip(rows[1:], labels[1:], strict=True):
         if "difference" in row:
-            said = _judged(row["difference"]["verdict"], row["is_higher_better"])
-            yield _verdict_row(f"  minus {label}", row["difference"], said, width=TASK_COLUMNS)
+            verdict = _better_or_worse(row["difference"]["verdict"], row["is_higher_better"])
+            yield _verdict_row(f"  minus {label}", row["difference"], verdict, width=TASK_COLUMNS)

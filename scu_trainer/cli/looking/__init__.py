@@ -1,1 +1,1 @@
-"""What is learned of the data, before anything is trained."""
+"""Shows data before anything is trained on them, and runs in a browser."""

@@ -1,4 +1,4 @@
-"""``scu-trainer board``: runs in a browser of this machine."""
+"""``scu-trainer board``: shows and controls the runs of this machine in a browser."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from scu_trainer.runs.store import ROOT
 from scu_trainer.secrets import remember
 
 DESCRIPTION = """\
-Shows the runs of this machine in a browser: list and queue, live curves, memory, notices, the data;
-starts, stops and resumes them; two models side by side in a chat. Contacts nothing outside this machine."""
+Shows the runs of this machine in a browser: list and queue, live curves, memory, notices, the data. Starts, stops and
+resumes runs, and lets you chat with two models side by side. Contacts nothing outside this machine."""
 
 PORT = 7860
 
@@ -36,13 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=PORT, help=f"port on this machine ({PORT}); 0 picks a free one")
     parser.add_argument(
         "--configs", type=Path, nargs="+", default=[shipped.here("recipes")], metavar="PATH",
-        help="configuration files, and folders of them, that a run may be started from (recipes)",
+        help="configuration files, or folders with such files, that a run may be started from (recipes)",
     )  # fmt: skip
     parser.add_argument("--host", default=HOST, help=f"address to listen on ({HOST}); any address other than "
                         "loopback needs --allow_network")  # fmt: skip
     parser.add_argument("--allow_network", action="store_true",
                         help="let other machines reach --host: anyone with the printed address can start "
-                        "programs here, and nothing is encrypted on the way")  # fmt: skip
+                        "programs here, and the connection is not encrypted")  # fmt: skip
     add_consent(parser)
     return parser
 
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
 @guarded
 def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
     options = _parser().parse_args(argv)
-    _check(options)
+    _check_options(options)
     require_packages("the board", "board", ("jinja2", "matplotlib", "starlette", "uvicorn"), loads=True)
     from scu_trainer.board.access import Guard
     from scu_trainer.board.acts import Acts
@@ -59,7 +59,7 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] 
     listening = bound(options.host, options.port)
     port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), hands or Hands()
     remember(token)
-    acts = Acts(options.configs, _starter(options.runs_dir, hands), hands)
+    acts = Acts(options.configs, _start_function(options.runs_dir, hands), hands)
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     board = Board(options.runs_dir, acts, functools.partial(stream_answer, **consent))
     app = Guard(board.application(), token, own_names(options.host, port), f"scu_board_{port}")
@@ -72,12 +72,12 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] 
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     check_address(options.host, options.port)
     if options.runs_dir.exists() and not options.runs_dir.is_dir():
         raise SettingsError(f"--runs_dir {options.runs_dir} is a file; give the directory that holds the runs")
     if is_every_address(options.host):
-        raise SettingsError(f"--host {options.host} means every address of this machine; give the one to use")
+        raise SettingsError(f"--host {options.host} means every address of this machine; give one address to listen on")
     if not is_loopback(options.host) and not options.allow_network:
         raise SettingsError(f"--host {options.host} can be reached from other machines; add --allow_network, or "
         f"better keep {HOST} and connect with ssh -L {options.port}:{HOST}:{options.port}")  # fmt: skip
@@ -86,19 +86,20 @@ def _check(options: argparse.Namespace) -> None:
 def _serve(app: Any, listening: socket.socket) -> None:
     import uvicorn
 
-    # No log of requests: the first address holds the token.
+    # Requests are not logged, because the first URL holds the token.
     settings = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=1
     )
     uvicorn.Server(settings).run(sockets=[listening])
 
 
-def _starter(root: Path, hands: Hands) -> Callable[[Path, str, str, Sequence[str]], str]:
+def _start_function(root: Path, hands: Hands) -> Callable[[Path, str, str, Sequence[str]], str]:
+    """Return the function with which the board starts a run. It returns the name of the run."""
     from scu_trainer.cli.background.runs import begun, read_words
 
     def start(config: Path, name: str, device: str, flags: Sequence[str]) -> str:
-        named = [f"--name={name}"] if name else []
-        options = read_words(["start", f"--config={config}", f"--root={root}", f"--device={device}", *named])
+        name_flags = [f"--name={name}"] if name else []
+        options = read_words(["start", f"--config={config}", f"--root={root}", f"--device={device}", *name_flags])
         return begun(options, flags, hands)[0][0]
 
     return start

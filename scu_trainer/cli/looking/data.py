@@ -1,4 +1,4 @@
-"""``scu-trainer data``: what is read of a dataset, and what of it is learned, before anything is trained."""
+"""``scu-trainer data``: shows what is read from a dataset, and which parts are learned, before anything is trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from scu_trainer.settings import DataSettings, ModelSettings
 
 DESCRIPTION = """\
-Shows what is learned of the data of a job: format, columns, lengths, repetitions, strange rows, and some rows with the
+Shows what a job learns from its data: format, columns, lengths, repetitions, strange rows, and some rows with the
 learned tokens marked. Flags of `scu-trainer train` are accepted as well. Nothing is trained, no model is loaded."""
 
 SAMPLE = 2000
@@ -37,12 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     usage = "%(prog)s [CONFIG] [OPTIONS] [--FIELD VALUE ...]"
     parser = Parser(prog="scu-trainer data", description=DESCRIPTION, usage=usage)
     parser.add_argument(
-        "--config", type=recipe, help="YAML or JSON file of the job; the first word may be this file too"
+        "--config", type=recipe, help="YAML or JSON file of the job; it may also be given as the first word"
     )
     parser.add_argument("--rows", type=int, default=3, help="rows to show in full (default 3)")
     parser.add_argument("--sample", default=str(SAMPLE), help=f"documents to check, or all (default {SAMPLE})")
     parser.add_argument("--html", type=Path, help="also write the output as one HTML page")
-    parser.add_argument("--export", type=Path, help="write all rows as they are trained, one JSON object per line")
+    parser.add_argument("--export", type=Path, help="write all rows as training reads them, one JSON object per line")
     return parser
 
 
@@ -51,12 +51,12 @@ def main(argv: list[str]) -> int:
     if argv and not argv[0].startswith("-"):
         argv = ["--config", *argv]
     options, flags = parse_with_fields(_parser(), argv)
-    limit = _limit(options)
+    limit = _document_limit(options)
     if options.export is not None:
         require_new_file(options.export, "--export")
     page = options.html
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        raise SettingsError(f"--html {page} is a folder, or is in one that does not exist; give the name of a file")
+        raise SettingsError(f"--html {page} is a folder, or its folder does not exist; give the name of a file")
     with without_collector(freeze=True):
         from scu_trainer.cli import configuration
 
@@ -69,10 +69,10 @@ def main(argv: list[str]) -> int:
         )
     console = plain_console()
     looks = [
-        _look(console, options, model, part, limit)
+        _print_source(console, options, model, part, limit)
         for part in ([data.of_source(source) for source in data.sources] or [data])
     ]
-    with run_log():  # values that only training knows, after the first rows: they need torch
+    with run_log():  # last, because the values that only training knows need torch
         values = configuration.read_values(options.config, flags)
     if page:
         _write_page(page, looks, console)
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _limit(options: argparse.Namespace) -> Optional[int]:
+def _document_limit(options: argparse.Namespace) -> Optional[int]:
     if options.sample == "all":
         return None
     if not options.sample.isdecimal() or int(options.sample) < 1:
@@ -91,7 +91,7 @@ def _limit(options: argparse.Namespace) -> Optional[int]:
     return int(options.sample)
 
 
-def _look(
+def _print_source(
     console: Console, options: argparse.Namespace, model: ModelSettings, data: DataSettings, limit: Optional[int]
 ) -> Look:
     from scu_trainer.cli.looking import screen
@@ -102,7 +102,7 @@ def _look(
     from scu_trainer.data.text.prepare import plan_of
 
     cache_dir = default_cache_dir(data.cache_dir)
-    tokenizer = _tokenizer(model, cache_dir)
+    tokenizer = _load_tokenizer(model, cache_dir)
     plan = plan_of(data, tokenizer, 0, cache_dir, model.model_name_or_path or "the embedded base")
     statistics = DataStatistics(notes=[*plan.notes])
     wanted = min((number for number in (limit, data.dataset_size) if number is not None), default=None)
@@ -116,16 +116,16 @@ def _look(
             screen.print_row(console, *shown[-1])
     if not documents:
         raise DataError(f"{plan.source.name} has no document to learn from; dropped: {statistics.dropped_in_words()}")
-    return _seen(console, plan.source.name, tokenizer, data, statistics, documents, shown, wanted)
+    return _print_statistics(console, plan.source.name, tokenizer, data, statistics, documents, shown, wanted)
 
 
-def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) -> Look:
+def _print_statistics(console, name, tokenizer, data, statistics, documents, shown, wanted) -> Look:
     from scu_trainer.cli.looking import screen
     from scu_trainer.cli.looking.facts import Look, facts_of
 
     is_part = wanted is not None and len(documents) == wanted
-    which = "the first" if is_part else "all" if len(documents) > 1 else "the"
-    sample = f"{which} {counted(len(documents), 'document')} of {name}"
+    article = "the first" if is_part else "all" if len(documents) > 1 else "the"
+    sample = f"{article} {counted(len(documents), 'document')} of {name}"
     texts = tokenizer.batch_decode([document.input_ids for document in documents], skip_special_tokens=True)
     facts = facts_of(documents, texts)
     tokens, learned = int(facts.lengths.sum()), int(facts.learned.sum())
@@ -141,7 +141,7 @@ def _seen(console, name, tokenizer, data, statistics, documents, shown, wanted) 
     return Look(name, sample, tokenizer, lines, shown, facts, data.block_size)
 
 
-def _tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
+def _load_tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
     if model.model_name_or_path is None:
         from scu_trainer.data.text.tokenizer import embedded_tokenizer
 
@@ -156,9 +156,9 @@ def _write_page(path: Path, looks: Sequence[Look], console: Console) -> None:
 
     written = f"scu-trainer {__version__}, {datetime.now():%Y-%m-%d %H:%M}"
     for number, look in enumerate(looks):
-        place = path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
-        place.write_text(data_page(look, written), encoding="utf-8")
-        console.print(f"page: {place}", soft_wrap=True)
+        file = path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
+        file.write_text(data_page(look, written), encoding="utf-8")
+        console.print(f"page: {file}", soft_wrap=True)
 
 
 def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tokenizer: Any, console: Console) -> None:
@@ -169,12 +169,12 @@ def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tok
     from scu_trainer.train.tasks.packing import Packing
 
     if data.streaming:
-        raise SettingsError("--export writes all rows, but the end of a stream is not known; set streaming: false")
-    named = model.model_name_or_path
-    config = causal_config(model) if named else base_config(len(tokenizer), 0, 1, 2)
+        raise SettingsError("--export writes all rows, but a stream has no known end; set streaming: false")
+    model_name = model.model_name_or_path
+    config = causal_config(model) if model_name else base_config(len(tokenizer), 0, 1, 2)
     packing = Packing.expected(data, config)
     cache_dir = default_cache_dir(data.cache_dir)
-    of_model = {"seed": seed, "cache_dir": cache_dir, "model_name": named or "the embedded base"}
-    prepared = prepare(packing.applied(data), tokenizer, **of_model)
+    details = {"seed": seed, "cache_dir": cache_dir, "model_name": model_name or "the embedded base"}
+    prepared = prepare(packing.applied(data), tokenizer, **details)
     count = export(path, prepared.train, tokenizer)
     console.print(f"{counted(count, 'row')} as trained: {path}", soft_wrap=True)

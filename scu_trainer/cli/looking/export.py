@@ -1,4 +1,4 @@
-"""The rows as training gets them, one JSON object per line."""
+"""Writes the rows as training reads them, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from scu_trainer.errors import StorageError
 
 
 def export(path: Path, rows: Any, tokenizer: Any) -> int:
-    """Write every row: ``input_ids``, ``labels``, ``documents``, ``text``, and ``learned``, the stretches of text that
-    are learned. Returns how many."""
+    """Write every row with ``input_ids``, ``labels``, ``documents``, ``text``, and ``learned``, the parts of the text
+    that are learned. Returns the number of rows. Raises StorageError if the file cannot be written."""
     count = 0
     try:
         with path.open("x", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(_described(row, tokenizer), ensure_ascii=False) + "\n")
+                file.write(json.dumps(_row_entry(row, tokenizer), ensure_ascii=False) + "\n")
                 count += 1
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; give --export a place with free space") from error
+        raise StorageError(f"cannot write {path}: {error.strerror}; give --export a path with free space") from error
     return count
 
 
-def _described(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+def _row_entry(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     labels = [int(label) for label in row["labels"]]
     parts = [list(group) for is_learned, group in groupby(labels, NOT_LEARNED.__ne__) if is_learned]
     return {

@@ -1,5 +1,7 @@
-"""What is seen of a source of data: which parts of its documents are learned, and what a sample of them shows: lengths,
-repetitions, rows that are unlike the others. Prints nothing."""
+"""Facts about a source of data: the parts that are learned, lengths, repetitions, and strange documents.
+
+Nothing is printed here.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,21 @@ import numpy
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
 
 STRANGE = 6.0
-"""Distances from the median, in robust standard deviations, from which a document is shown as a strange one."""
+"""Distance from the median, in robust standard deviations, from which a document counts as strange."""
 
 LEAST_SPREAD = 0.05
-"""Of the median: documents that are all alike make no other one strange by a hair."""
+"""Smallest spread that is assumed, as a share of the median, so that among almost equal documents a tiny difference
+does not count as strange."""
 
 MEASURES = ("tokens", "characters per token", "share of letters", "share of learned tokens", "repetition")
 MOST_SHOWN = 5
 MOST_TOKENS = 600
-"""Of a row that is shown; the rest is counted."""
+"""Tokens of a row that are shown; the others are only counted."""
 
 
 class Strange(NamedTuple):
-    """A document by its number in the sample. ``measure`` made it strange: its ``value``, the ``median`` of all, and
-    how many robust standard deviations lie between."""
+    """A strange document, by its number in the sample. ``measure``: what is strange about it, with its ``value``, the
+    ``median`` of all documents, and their distance in robust standard deviations."""
 
     number: int
     measure: str
@@ -38,15 +41,15 @@ class Strange(NamedTuple):
 
     @property
     def values(self) -> str:
-        first, second = (f"{one:,.0f}" if one >= 100 else f"{one:.3g}" for one in (self.value, self.median))
+        first, second = (f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in (self.value, self.median))
         return f"{first}, median {second}"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """``texts``: of each document, as it was tokenized. ``lengths``: its tokens, shape (documents,). ``learned``: of
-    these, learned ones. ``repeated``: (places of the documents with the same tokens), the most frequent first.
-    ``longest``: numbers of documents."""
+    """Facts about a sample of documents. ``texts``: the text of each document, decoded from its tokens. ``lengths``:
+    tokens of each document, shape (documents,). ``learned``: those that are learned. ``repeated``: groups of documents
+    with the same tokens, as numbers, the largest group first. ``longest``: numbers of the longest documents."""
 
     documents: Sequence[Document]
     texts: Sequence[str]
@@ -58,7 +61,7 @@ class Facts:
 
     @property
     def duplicates(self) -> int:
-        """Documents beyond the first of each."""
+        """Number of documents that repeat an earlier one."""
         return sum(len(places) - 1 for places in self.repeated)
 
     def longer_than(self, tokens: int) -> int:
@@ -69,12 +72,13 @@ def facts_of(documents: Sequence[Document], texts: Sequence[str]) -> Facts:
     lengths = numpy.array([len(document.input_ids) for document in documents])
     learned = numpy.array([int((document.labels != NOT_LEARNED).sum()) for document in documents])
     longest = numpy.argsort(-lengths, kind="stable")[:MOST_SHOWN].tolist()
-    strange = _strange(lengths, learned, texts)
-    return Facts(documents, texts, lengths, learned, _repeated(documents), longest, strange)
+    strange = _strange_documents(lengths, learned, texts)
+    return Facts(documents, texts, lengths, learned, _repeated_documents(documents), longest, strange)
 
 
 def histogram(lengths: numpy.ndarray) -> list[tuple[int, int, int]]:
-    """(tokens from, tokens below, documents): widths double, from the shortest to the longest."""
+    """Return (tokens from, tokens below, documents) of each bin, from the shortest to the longest document. The widths
+    of the bins double."""
     edges = [0, 8]
     while edges[-1] <= lengths.max():
         edges.append(2 * edges[-1])
@@ -83,25 +87,25 @@ def histogram(lengths: numpy.ndarray) -> list[tuple[int, int, int]]:
     return list(zip(edges, edges[1:], counts, strict=False))[filled[0] : filled[-1] + 1]
 
 
-def bar(count: int, most: int, width: int) -> str:
-    """Of ``width`` characters for the most; whatever is there is seen."""
-    return "█" * round(width * count / most) or "▏" * bool(count)
+def bar(count: int, largest: int, width: int) -> str:
+    """Return a bar, ``width`` characters long for the count ``largest``, and visible for every count above 0."""
+    return "█" * round(width * count / largest) or "▏" * bool(count)
 
 
-def _repeated(documents: Sequence[Document]) -> list[list[int]]:
+def _repeated_documents(documents: Sequence[Document]) -> list[list[int]]:
     places: dict[int, list[int]] = {}
     for number, document in enumerate(documents):
         places.setdefault(document.digest, []).append(number)
-    return sorted((found for found in places.values() if len(found) > 1), key=len, reverse=True)
+    return sorted((group for group in places.values() if len(group) > 1), key=len, reverse=True)
 
 
-def _strange(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Strange]:
-    """Each document once, by the measure in which it is farthest from the others."""
+def _strange_documents(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Strange]:
+    """Return the strangest documents, each by the measure in which it is farthest from the others."""
     values = numpy.array(
-        [_measured(*each) for each in zip(lengths.tolist(), learned.tolist(), texts, strict=True)], dtype=float
+        [_measures(*columns) for columns in zip(lengths.tolist(), learned.tolist(), texts, strict=True)], dtype=float
     )
     medians = numpy.median(values, axis=0)
-    spread = 1.4826 * numpy.median(numpy.abs(values - medians), axis=0)  # of a normal distribution: its deviation
+    spread = 1.4826 * numpy.median(numpy.abs(values - medians), axis=0)  # as a standard deviation
     deviations = numpy.abs(values - medians) / numpy.maximum(spread, numpy.maximum(LEAST_SPREAD * medians, 1e-9))
     deviations[:, 0] = numpy.abs(numpy.log(values[:, 0] / max(medians[0], 1))) * 3  # lengths differ by factors
     worst = deviations.argmax(axis=1)
@@ -119,8 +123,9 @@ def _strange(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str
     ]
 
 
-def _measured(tokens: int, learned: int, text: str) -> tuple[float, ...]:
-    """In the order of ``MEASURES``. Repetition: how many times smaller zlib makes the text."""
+def _measures(tokens: int, learned: int, text: str) -> tuple[float, ...]:
+    """Return the values of a document in the order of ``MEASURES``. Repetition is the factor by which zlib shrinks the
+    text."""
     raw = text.encode("utf-8", "replace")
     letters = sum(map(str.isalpha, text)) / max(1, len(text))
     return tokens, len(text) / max(1, tokens), letters, learned / max(1, tokens), len(raw) / len(zlib.compress(raw))
@@ -133,8 +138,8 @@ class Stretch(NamedTuple):
 
 @dataclass
 class Look:
-    """What was seen of one source. ``sample``: which documents are counted, in words. ``lines``: statistics for a
-    person. ``shown``: rows in full."""
+    """Everything to show of one source. ``sample``: which documents are counted, in words. ``lines``: statistics as
+    text. ``shown``: the rows that are shown in full."""
 
     name: str
     sample: str
@@ -146,17 +151,18 @@ class Look:
 
 
 def stretches(tokenizer: Any, document: Document) -> list[Stretch]:
-    """Special tokens are written out; line breaks stay."""
+    """Return the text of a document in parts that are learned or not. Special tokens are written out, and line breaks
+    are kept."""
     labelled = list(zip(document.input_ids.tolist(), (document.labels != NOT_LEARNED).tolist(), strict=True))
-    found = [
+    parts = [
         Stretch(tokenizer.decode([token for token, _ in part], clean_up_tokenization_spaces=False), is_learned)
         for is_learned, part in ((key, list(group)) for key, group in groupby(labelled[:MOST_TOKENS], itemgetter(1)))
     ]
-    left = len(labelled) - MOST_TOKENS
-    return [*found, Stretch(f" … and {left:,} tokens more", False)] if left > 0 else found
+    hidden = len(labelled) - MOST_TOKENS
+    return [*parts, Stretch(f" … and {hidden:,} tokens more", False)] if hidden > 0 else parts
 
 
 def excerpt(text: str, characters: int = 90) -> str:
-    """The beginning, in one line."""
+    """Return the beginning of ``text`` in one line."""
     line = " ".join(text.split())
     return line if len(line) <= characters else f"{line[: characters - 1]}…"

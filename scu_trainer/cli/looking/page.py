@@ -1,4 +1,4 @@
-"""The look at the data as one HTML page."""
+"""The output of ``scu-trainer data`` as one HTML page."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from scu_trainer.figures import counted
 from scu_trainer.report.page import Page, Section, Stretches, Table, Text, html
 
 BAR_WIDTH = 10
-"""Characters of the longest bar: a telephone is 390 pixels wide."""
+"""Characters of the longest bar, which must fit a phone that is 390 pixels wide."""
 
 
 def data_page(look: Look, written: str) -> str:
-    """``written``: by what and when, for the foot of the page."""
+    """Return the page. ``written``: program, version and time, for the footer."""
     facts = look.facts
     sections = [
         Section("What is read", [Text(line) for line in look.lines]),
         Section("Some rows, as they are learned", _rows(look.shown)),
         Section("Lengths in tokens", _lengths(facts, look.block_size)),
-        Section("The longest", [_named(facts, facts.longest, lambda n: f"{facts.lengths[n]:,} tokens")]),
-        Section("The strangest", _strange(facts)),
-        Section("There more than once", _repeated(facts)),
+        Section("The longest", [_document_table(facts, facts.longest, lambda n: f"{facts.lengths[n]:,} tokens")]),
+        Section("The strangest", _strangest(facts)),
+        Section("There more than once", _repetitions(facts)),
     ]
     return html(Page(look.name, look.sample, [], sections, written))
 
@@ -40,35 +40,35 @@ def _rows(shown: Sequence[tuple[Document, Sequence[Stretch]]]) -> list[Stretches
 def _lengths(facts: Facts, block_size: int) -> list[Text | Table]:
     median, high = numpy.percentile(facts.lengths, [50, 95])
     longer = facts.longer_than(block_size)
-    said = f"Median {median:,.0f}, 95 % below {high:,.0f}, longest {facts.lengths.max():,}. Longer than block_size "
+    summary = f"Median {median:,.0f}, 95 % below {high:,.0f}, longest {facts.lengths.max():,}. Longer than block_size "
     bins = histogram(facts.lengths)
-    most = max(count for *_, count in bins)
+    largest = max(count for *_, count in bins)
     rows = [
         (
             f"{start:,} to {end - 1:,}",
             f"{count:,}",
-            bar(count, most, BAR_WIDTH) + ("  block_size" if start <= block_size < end else ""),
+            bar(count, largest, BAR_WIDTH) + ("  block_size" if start <= block_size < end else ""),
         )
         for start, end, count in bins
     ]
-    return [Text(f"{said}{block_size:,}: {longer:,}."), Table(("tokens", "documents", ""), rows)]
+    return [Text(f"{summary}{block_size:,}: {longer:,}."), Table(("tokens", "documents", ""), rows)]
 
 
-def _named(facts: Facts, numbers: Sequence[int], what) -> Table:
-    rows = [(facts.documents[number].name, what(number), excerpt(facts.texts[number])) for number in numbers]
+def _document_table(facts: Facts, numbers: Sequence[int], note_of) -> Table:
+    rows = [(facts.documents[number].name, note_of(number), excerpt(facts.texts[number])) for number in numbers]
     return Table(("row", "", "begins with"), rows)
 
 
-def _strange(facts: Facts) -> list[Text | Table]:
+def _strangest(facts: Facts) -> list[Text | Table]:
     if not facts.strange:
         return [Text(f"No document is unlike the others by {STRANGE:g} robust standard deviations.")]
-    by_number = {one.number: f"{one.measure}: {one.values}" for one in facts.strange}
-    return [_named(facts, list(by_number), by_number.get)]
+    by_number = {outlier.number: f"{outlier.measure}: {outlier.values}" for outlier in facts.strange}
+    return [_document_table(facts, list(by_number), by_number.get)]
 
 
-def _repeated(facts: Facts) -> list[Text | Table]:
+def _repetitions(facts: Facts) -> list[Text | Table]:
     if not facts.repeated:
         return [Text("No document appears twice.")]
-    often = {places[0]: f"{len(places)} times" for places in facts.repeated[:10]}
-    said = f"Documents that repeat an earlier one, token by token: {facts.duplicates:,}."
-    return [Text(said), _named(facts, list(often), often.get)]
+    counts = {places[0]: f"{len(places)} times" for places in facts.repeated[:10]}
+    summary = f"Documents that repeat an earlier one, token by token: {facts.duplicates:,}."
+    return [Text(summary), _document_table(facts, list(counts), counts.get)]

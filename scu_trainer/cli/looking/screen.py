@@ -1,4 +1,4 @@
-"""The look at the data on a terminal; in a pipe learned text stands in brackets."""
+"""The output of ``scu-trainer data`` on a terminal. Without colors, as in a pipe, learned text is in brackets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BAR_WIDTH = 40
 def print_row(console: Console, document: Document, parts: Sequence[Stretch]) -> None:
     learned = int((document.labels != NOT_LEARNED).sum())
     console.print(f"\n{document.name}: {counted(len(document.input_ids), 'token')}, {learned:,} learned", style="bold")
-    console.print(_painted(console, parts), soft_wrap=True)
+    console.print(_marked(console, parts), soft_wrap=True)
 
 
 def legend(console: Console) -> str:
@@ -31,7 +31,7 @@ def legend(console: Console) -> str:
 def print_facts(console: Console, facts: Facts, block_size: int) -> None:
     _print_lengths(console, facts, block_size)
     _print_repeated(console, facts)
-    table = _table("the longest", "row", "tokens")
+    table = _excerpt_table("the longest", "row", "tokens")
     for number in facts.longest:
         table.add_row(facts.documents[number].name, f"{facts.lengths[number]:,}", excerpt(facts.texts[number]))
     console.print("", table, sep="\n")
@@ -47,10 +47,10 @@ def _print_lengths(console: Console, facts: Facts, block_size: int) -> None:
         soft_wrap=True,
     )
     bins = histogram(facts.lengths)
-    most = max(count for *_, count in bins)
+    largest = max(count for *_, count in bins)
     for start, end, count in bins:
         mark = "  <- block_size" if start <= block_size < end else ""
-        console.print(f"{start:>9,} to {end - 1:<9,} {bar(count, most, BAR_WIDTH):<{BAR_WIDTH}} {count:,}{mark}")
+        console.print(f"{start:>9,} to {end - 1:<9,} {bar(count, largest, BAR_WIDTH):<{BAR_WIDTH}} {count:,}{mark}")
 
 
 def _print_repeated(console: Console, facts: Facts) -> None:
@@ -59,28 +59,32 @@ def _print_repeated(console: Console, facts: Facts) -> None:
         return
     console.print(f"\ndocuments that repeat an earlier one, token by token: {facts.duplicates:,}")
     for places in facts.repeated[:MOST_SHOWN]:
-        named = first_few(facts.documents[number].name for number in places)
-        console.print(f"  {len(places)} x {excerpt(facts.texts[places[0]], 50)!r}: {named}", soft_wrap=True)
+        names = first_few(facts.documents[number].name for number in places)
+        console.print(f"  {len(places)} x {excerpt(facts.texts[places[0]], 50)!r}: {names}", soft_wrap=True)
 
 
 def _print_strange(console: Console, facts: Facts) -> None:
     if not facts.strange:
         console.print(f"\nno document is unlike the others (by {STRANGE:g} robust standard deviations)")
         return
-    table = _table(f"the strangest (by {STRANGE:g} robust standard deviations or more)", "row", "what is strange", "")
-    for one in facts.strange:
-        table.add_row(facts.documents[one.number].name, one.measure, one.values, excerpt(facts.texts[one.number]))
+    table = _excerpt_table(
+        f"the strangest (by {STRANGE:g} robust standard deviations or more)", "row", "what is strange", ""
+    )
+    for strange in facts.strange:
+        table.add_row(
+            facts.documents[strange.number].name, strange.measure, strange.values, excerpt(facts.texts[strange.number])
+        )
     console.print("", table, sep="\n")
 
 
-def _table(title: str, *columns: str) -> Table:
-    """With a last column that is cut where the terminal ends."""
+def _excerpt_table(title: str, *columns: str) -> Table:
+    """Return a table with a last column that is cut at the width of the terminal."""
     table = Table(*columns, title=title, title_justify="left", box=None, expand=True)
     table.add_column("begins with", no_wrap=True, overflow="ellipsis", ratio=1)
     return table
 
 
-def _painted(console: Console, parts: Sequence[Stretch]) -> Any:
+def _marked(console: Console, parts: Sequence[Stretch]) -> Any:
     if _has_color(console):
         return Text.assemble(*((part.text, LEARNED if part.is_learned else "dim") for part in parts))
     return Text("".join(f"{OPEN}{part.text}{CLOSE}" if part.is_learned else part.text for part in parts))

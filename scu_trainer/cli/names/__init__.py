@@ -1,2 +1,1 @@
-"""Names that other programs use for our settings. ``tools.py`` lists these programs; each has a module with its
-keys."""
+"""Names that other programs use for our settings. ``tools.py`` lists these programs; each has a module of its own."""

@@ -1,5 +1,6 @@
-"""Translates names of other programs in our flags and files. A name with the same meaning is translated, with a note;
-any other is an error that explains it.
+"""Translates names of other programs in our flags and files.
+
+A name with the same meaning here is translated, with a note. Any other name is an error that explains it.
 
 >>> translated(["--epochs", "3", "--qlora", "--lr=1e-4"], {"num_train_epochs", "tuning", "learning_rate"})
 (['--num_train_epochs=3', '--tuning=qlora', '--learning_rate=1e-4'], \

@@ -1,4 +1,4 @@
 """See docs/architecture.md."""
 
 OPTIMAL = "optimal_config.yaml"
-"""What ``hardware config`` writes, and ``runs start`` reads where no other file is named."""
+"""The file that ``hardware config`` writes, and that ``runs start`` reads if no other file is given."""

@@ -1,4 +1,4 @@
-"""``scu-trainer plan --accuracy``: how far predictions were from what was measured. Reads run files only."""
+"""``scu-trainer plan --accuracy``: compares predicted with measured peaks. Reads only files of runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ METRICS = "scu_metrics.json"
 
 @dataclass(frozen=True)
 class Compared:
-    """One run. ``error``: (predicted - measured) / measured."""
+    """Predicted and measured peak of one run. ``error``: (predicted - measured) / measured."""
 
     run: str
     predicted_bytes: int
@@ -31,42 +31,42 @@ class Compared:
 
 
 def accuracy(folder: Path, as_json: bool) -> int:
-    """Raises StorageError if ``folder`` is none."""
+    """Print how accurate the predictions of the runs in ``folder`` were. Raises StorageError if it is not a folder."""
     if not folder.is_dir():
         raise StorageError(f"{folder} is not a folder; give the one that holds the runs")
-    metrics = sorted(folder.glob(f"**/{METRICS}"))  # runs of several seeds, a search or a comparison lie deeper
-    found = list(compared(metrics, folder))
-    errors = [abs(one.error) for one in found]
-    summary = {"runs": len(found), "without_both": len(metrics) - len(found)}
+    metrics = sorted(folder.glob(f"**/{METRICS}"))  # at any depth, for runs of seeds, sweeps and comparisons
+    comparisons = list(compared(metrics, folder))
+    errors = [abs(item.error) for item in comparisons]
+    summary = {"runs": len(comparisons), "without_both": len(metrics) - len(comparisons)}
     if errors:
         summary |= {"median_error": median(errors), "largest_error": max(errors)}
     if as_json:
-        rows = [{**asdict(one), "error": one.error} for one in found]
+        rows = [{**asdict(item), "error": item.error} for item in comparisons]
         print(json.dumps({**summary, "compared": rows}, indent=2))
         return 0
-    print(_table(found) if found else f"no run in {folder} has both a prediction and a measured peak")
+    print(_table(comparisons) if comparisons else f"no run in {folder} has both a prediction and a measured peak")
     if errors:
-        print(f"\n{counted(len(found), 'run')}: median error {median(errors):.1%}, largest {max(errors):.1%}")
+        print(f"\n{counted(len(comparisons), 'run')}: median error {median(errors):.1%}, largest {max(errors):.1%}")
     if summary["without_both"]:
         print(f"{summary['without_both']} more without a prediction or without a measured peak")
     return 0
 
 
 def compared(metrics: list[Path], folder: Path) -> Iterator[Compared]:
-    """Runs with both figures."""
+    """Yield the runs that have both figures."""
     for path in metrics:
         estimate = read_json(path).get("memory_estimate") or {}
         predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
         if predicted and measured:
-            place = path.parent.relative_to(folder)
-            name = folder.resolve().name if place == Path() else str(place)  # ``folder`` may be the run itself
+            run_path = path.parent.relative_to(folder)
+            name = folder.resolve().name if run_path == Path() else str(run_path)  # ``folder`` may be a run
             yield Compared(name, predicted, measured)
 
 
-def _table(found: list[Compared]) -> str:
+def _table(comparisons: list[Compared]) -> str:
     titles = ("run", "predicted", "measured", "error")
     rows = [
-        [one.run, readable(one.predicted_bytes), readable(one.measured_bytes), f"{one.error:+.1%}"]
-        for one in sorted(found, key=lambda one: -abs(one.error))
+        [item.run, readable(item.predicted_bytes), readable(item.measured_bytes), f"{item.error:+.1%}"]
+        for item in sorted(comparisons, key=lambda item: -abs(item.error))
     ]
     return rendered(figures_table(titles, rows, left=["run"], framed=False, overflow="fold"))

@@ -1,4 +1,4 @@
-"""``scu-trainer plan``: what a job will take of a machine's memory, and the fastest settings with which it fits."""
+"""``scu-trainer plan``: predicts how much memory a job needs, and finds the fastest settings with which it fits."""
 
 from __future__ import annotations
 
@@ -43,19 +43,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scu_trainer")
 
 DESCRIPTION = """\
-Predicts the peak memory of a training run from shapes alone, without reading weights, and looks for the fastest
-settings
+Predicts the peak memory of a training run from shapes, without reading weights, and looks for the fastest settings
 with which it fits a machine. Flags of `scu-trainer train` are accepted as well. Nothing is trained."""
 
-FASTER_ONES = 2
-"""Faster choices that change the result more, listed after the first that fits."""
+MOST_FASTER_CHOICES = 2
+"""Number of faster choices, which change the result more, that are listed after the first choice that fits."""
 
-MADE_WHEN_NEEDED, WORKERS_BESIDE_GPU = ("image-classification", "sensor-classification"), 4
-"""Tasks whose rows are decoded and augmented for each batch: beside a GPU, worker processes do that. On a CPU they
-would take cores from training; tokens need none."""
+DECODED_PER_BATCH, WORKERS_BESIDE_GPU = ("image-classification", "sensor-classification"), 4
+"""Tasks that decode and augment rows for each batch, and the number of worker processes for that if training is on a
+GPU. On a CPU they would take cores from training. Tokens need no workers."""
 
 CLEARLY_FASTER = 0.9
-"""Share of another choice's time that counts as faster: relative times are rough."""
+"""A choice counts as faster below this share of the other's time, because relative times are rough."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,16 +62,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=recipe, help="YAML or JSON file of the job; default: the defaults of scu-trainer train"
     )
-    parser.add_argument("--gpu", help='for a card by name, such as "RTX 3050 4GB", or cpu-only; default: this machine')
+    parser.add_argument("--gpu", help='plan for this GPU, such as "RTX 3050 4GB", or cpu-only; default: this machine')
     parser.add_argument("--ram", help="main memory of that machine, such as 16GB; default: what such a machine has")
-    parser.add_argument("--here", action="store_true", help="for this machine as it is now (the default)")
+    parser.add_argument("--here", action="store_true", help="plan for this machine as it is now (the default)")
     parser.add_argument("--limit", help="memory that training may use, such as 6GB; default: what is free")
     parser.add_argument("--json", action="store_true", help="as one JSON object")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="also write the job with those settings, to be read by --config; hardware config: optimal_config.yaml",
+        help="also write the job with these settings, for --config to read; hardware config: optimal_config.yaml",
     )
     parser.add_argument(
         "--accuracy",
@@ -88,12 +87,12 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     options, flags = parse_with_fields(_parser(), argv)
     if options.accuracy is not None:
-        alone = _parser().parse_args(["--accuracy", options.accuracy, *(["--json"] if options.json else [])])
-        if flags or options != alone:
-            raise SettingsError("--accuracy compares runs that are there and takes no other option but --json")
+        without_others = _parser().parse_args(["--accuracy", options.accuracy, *(["--json"] if options.json else [])])
+        if flags or options != without_others:
+            raise SettingsError("--accuracy compares existing runs and takes no other option than --json")
         return accuracy(Path(options.accuracy), options.json)
     if options.here and (options.gpu or options.ram):
-        raise SettingsError("--here is this machine, and --gpu or --ram name another one; keep one of them")
+        raise SettingsError("--here means this machine, but --gpu or --ram describes another one; keep one of them")
     if options.output is not None:
         check_place(options.output)
     with without_collector(freeze=True), run_log():
@@ -103,8 +102,8 @@ def main(argv: list[str]) -> int:
 def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     from scu_trainer.train.memory_estimate.plan import divided_by_zero3
 
-    target = _target(options, flags)
-    job = _job(options.config, flags, target)
+    target = _target_of(options, flags)
+    job = _job_to_plan(options.config, flags, target)
     _warn_of_missing_data(job)
     target = limited(target, options.limit, job)
     source = source_of(job, target)
@@ -116,7 +115,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         "device": target.device,
         "limit_bytes": target.limit_bytes,
         "margin": MARGIN,
-        # Memory control cuts micro-batches until they fit; without it they keep their size.
+        # Memory control shrinks micro-batches until they fit; without it they keep their size.
         "fits": tried[0].fits and (job.memory.memory_control or tried[0].step == tried[0].whole),
         "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
         "not_counted": [text for text in (uncounted(tried[0].choice.optim), divided_by_zero3(job)) if text],
@@ -124,7 +123,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         "recommended": None if best is None else settings_of(best, tried[0], job, target.device),
     }
     if best is not None and options.limit is not None and job.memory.memory_control:
-        # Of which training knows nothing: memory control takes whatever is free.
+        # Training does not know about --limit: memory control would use all free memory.
         limit_gb = round((target.limit_bytes + _held_bytes(target)) / 2**30, 3)
         if limit_gb < (job.memory.memory_limit_gb or math.inf):
             report["recommended"]["memory_limit_gb"] = limit_gb
@@ -133,26 +132,26 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     if best is None:
         return 2
     if options.output is not None:
-        _write(options, flags, report, job)
+        _write_configuration(options, flags, report, job)
     return 0
 
 
-def _write(options: argparse.Namespace, flags: list[str], report: dict[str, Any], job: Job) -> None:
+def _write_configuration(options: argparse.Namespace, flags: list[str], report: dict[str, Any], job: Job) -> None:
     precision = job.model.mixed_precision, job.notes[0].removeprefix("precision: ")
     write(options.output, typed_entries(options.config, flags), report, precision)
     print(f"\nwritten: {options.output}", file=sys.stderr if options.json else sys.stdout)
 
 
-# -- what is planned ---------------------------------------------------------------------------------------------------
+# -- the job and the machine -------------------------------------------------------------------------------------------
 
 
-def _target(options: argparse.Namespace, flags: Sequence[str]) -> Target:
+def _target_of(options: argparse.Namespace, flags: Sequence[str]) -> Target:
     if options.gpu or options.ram:
         return named(options.gpu, options.ram)
     return here(bool(read_values(options.config, flags)["use_cpu"]))
 
 
-def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
+def _job_to_plan(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
     job = read_job(config, flags, None if target.is_here else target.facts)
     job.check_anywhere()
     if job.data.streaming and job.kind.name != "text-generation":
@@ -161,20 +160,21 @@ def _job(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
 
 
 def _warn_of_missing_data(job: Job) -> None:
-    """A plan does not read text, so a misspelled path would show only when training starts."""
+    """Warn about a dataset that does not exist. A plan does not read text, so a misspelled path would otherwise only be
+    noticed when training starts."""
     from scu_trainer.data.sources import require_there
 
     names = [*dataset_names(job.data.dataset), *dataset_names(job.data.eval_dataset)]
     for name in names if job.kind.name == "text-generation" else ():
         try:
             require_there(name)
-        except (DataError, OSError) as error:  # a place that may not be looked at ends no plan
+        except (DataError, OSError) as error:  # also for a path without permission, which a plan does not need
             logger.warning("%s; a plan needs no data, but train needs them", error)
 
 
 def limited(target: Target, text: Optional[str], job: Job) -> Target:
-    """``target`` with the limit that was typed, or the tighter of its own and ``memory_limit_gb``. On a CPU that one
-    is for the whole process, a prediction for what training adds to it."""
+    """Return ``target`` with the limit that was typed, or with the lower of its own limit and ``memory_limit_gb``. On a
+    CPU, the latter is for the whole process, while a prediction is for what training adds to it."""
     limit_gb = job.memory.memory_limit_gb
     if text is not None or limit_gb is None:
         return target.limited(None if text is None else parse_bytes(text, "limit"))
@@ -187,7 +187,7 @@ def limited(target: Target, text: Optional[str], job: Job) -> Target:
 
 
 def _held_bytes(target: Target) -> int:
-    """What a process without a model holds of the memory in which ``target`` trains."""
+    """Return the bytes that a process without a model already holds in the memory that ``target`` trains in."""
     import psutil
 
     return psutil.Process().memory_info().rss if target.device == "cpu" else 0
@@ -198,7 +198,7 @@ def source_of(job: Job, target: Target) -> Source:
     from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
 
     if job.efficiency.keep_freed_memory and target.device == "cpu":
-        keep_freed()  # as training will have it, and the heap that is looked at
+        keep_freed()  # as in training, so that the heap is measured in the same state
     if job.kind.name == "text-generation":
         job = replace(job, model=with_adapter_as_model(job.model))
         return FromConfiguration(job, _configuration(job), target.device)
@@ -209,7 +209,8 @@ def source_of(job: Job, target: Target) -> Source:
 
 
 def _configuration(job: Job) -> Any:
-    """Of the model that is tuned, read without its weights. Raises ModelError, also for what training would refuse."""
+    """Return the configuration of the model to tune, read without its weights. Raises ModelError, also for a model that
+    training would refuse."""
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.causal import require_causal
     from scu_trainer.models.loading.load import check_weights, config_of, load_tokenizer
@@ -219,9 +220,9 @@ def _configuration(job: Job) -> Any:
     if model.model_name_or_path is None:
         return base_config(2048, 0, 1, 2)
     config, name = config_of(model), base_of(model.model_name_or_path)
-    if getattr(config, "architectures", None):  # what was trained names its head; a configuration alone may not
+    if getattr(config, "architectures", None):  # those of trained weights name the head; a bare configuration may not
         require_causal(config, name)
-    if Path(name).is_dir():  # of the Hub nothing more is fetched
+    if Path(name).is_dir():  # for a Hub id nothing more is downloaded
         if not check_weights(model):
             logger.warning("%s holds no weights: a plan needs none, but train needs them, and a tokenizer", name)
         else:
@@ -230,28 +231,28 @@ def _configuration(job: Job) -> Any:
         is_stored_quantized(model, config)
     elif stored := stored_quantization(config):
         method = stored["quant_method"]
-        way = "scu-trainer train --tuning lora says before its first step how much memory that takes"
+        advice = "scu-trainer train --tuning lora says before its first step how much memory that takes"
         if method == BITSANDBYTES:
-            way = "plan with --tuning qlora"
+            advice = "plan with --tuning qlora"
         raise ModelError(
-            f"the weights of {name} are stored quantized ({method}), and a plan reads no weights; {way}, or plan for "
-            "the full model"
+            f"the weights of {name} are stored quantized ({method}), but a plan reads no weights; {advice}, or plan "
+            "for the full model"
         )
     return config
 
 
-# -- which choices -----------------------------------------------------------------------------------------------------
+# -- the choices -------------------------------------------------------------------------------------------------------
 
 
 def is_accepted(
     config: Optional[str], flags: Sequence[str], settings: Mapping[str, Any], planned_for: Optional[DeviceFacts] = None
 ) -> bool:
-    """Whether ``train`` takes the job with ``settings`` in the place of what was typed. ``planned_for``: as for
+    """Whether ``train`` accepts the job with ``settings`` instead of those that were typed. ``planned_for``: as for
     ``read_job``."""
     from scu_trainer.train.step.distributed.deepspeed_start import process_group_kept
 
     try:
-        with environment_kept(), process_group_kept():  # DeepSpeed is only asked about
+        with environment_kept(), process_group_kept():  # DeepSpeed is not started
             read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_anywhere()
     except UserError:
         return False
@@ -259,40 +260,45 @@ def is_accepted(
 
 
 def considered(source: Source, job: Job, target: Target, accepts: Callable[[Mapping[str, Any]], bool]) -> list[Planned]:
-    """What was asked for; then choices that take less, up to the first that fits; then those that fit and are clearly
-    faster than all before. ``accepts``: whether the job can be trained with some other settings."""
+    """Return the requested choice, then choices that need less memory, up to the first that fits, then those that fit
+    and are clearly faster than all before. ``accepts``: whether the job can be trained with other settings."""
     from scu_trainer.train.memory_estimate.plan import choice_of
 
-    asked = choice_of(job)
-    found: list[Planned] = []
+    requested = choice_of(job)
+    candidates: list[Planned] = []
     too_large: set[tuple] = set()
-    fastest, faster, lowest_bytes = math.inf, 0, math.inf
-    hopeless = OVERHEAD.get(target.device, OVERHEAD["cpu"]).fixed_bytes > target.limit_bytes
-    for choice in choices(asked, means(source, job, target), target.device)[: 1 if hopeless else None]:
+    fastest, faster_count, lowest_bytes = math.inf, 0, math.inf
+    is_hopeless = OVERHEAD.get(target.device, OVERHEAD["cpu"]).fixed_bytes > target.limit_bytes
+    for choice in choices(requested, means(source, job, target), target.device)[: 1 if is_hopeless else None]:
         time = choice.time(target.device)
-        if faster == FASTER_ONES or time > CLEARLY_FASTER * fastest or _stored(choice) in too_large:
+        if (
+            faster_count == MOST_FASTER_CHOICES
+            or time > CLEARLY_FASTER * fastest
+            or _stored_weights(choice) in too_large
+        ):
             continue
-        settings = choice.settings(asked)
+        settings = choice.settings(requested)
         if settings and not accepts(settings):
             continue
-        candidate = planned_choice(source, choice, asked, job, target)
+        candidate = planned_choice(source, choice, requested, job, target)
         if candidate is None:
             continue
         if candidate.estimate.lasting_bytes > target.limit_bytes:
-            too_large.add(_stored(choice))
+            too_large.add(_stored_weights(choice))
         if candidate.fits or candidate.estimate.peak_bytes < lowest_bytes:
-            found.append(candidate)
-            faster += fastest < math.inf
+            candidates.append(candidate)
+            faster_count += fastest < math.inf
         lowest_bytes = min(lowest_bytes, candidate.estimate.peak_bytes)
         if candidate.fits:
             fastest, lowest_bytes = time, 0
-    return found
+    return candidates
 
 
 def planned_choice(
-    source: Source, choice: SettingChoice, asked: SettingChoice, job: Job, target: Target
+    source: Source, choice: SettingChoice, requested: SettingChoice, job: Job, target: Target
 ) -> Optional[Planned]:
-    """None for a choice with which the model's code fails. Raises ModelError if it fails for what was asked."""
+    """Return the prediction for a choice, or None if the model's code fails with it. Raises ModelError if it fails with
+    the requested choice."""
     from scu_trainer.train.memory_estimate.plan import planned
     from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
     from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
@@ -300,21 +306,21 @@ def planned_choice(
     try:
         with models_kept_whole(job.training):
             return planned(source, choice, target.limit_bytes, job.memory.min_batch_size)
-    except Exception as error:  # whatever a model's own code says to tensors without content
+    except Exception as error:  # the model's code may raise anything for tensors without data
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        if choice != asked:
+        if choice != requested:
             return None
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"{job.model.model_name_or_path} cannot be predicted, because its code fails without data: {first}; "
+            f"{job.model.model_name_or_path} cannot be predicted, because its code fails without data: {reason}; "
             f"measure it "
             "instead: scu-trainer variants"
         ) from error
 
 
-def _stored(choice: SettingChoice) -> tuple:
-    """What decides the bytes that do not depend on the micro-batch."""
+def _stored_weights(choice: SettingChoice) -> tuple:
+    """Return the settings that determine the bytes that do not depend on the micro-batch."""
     return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
 
 
@@ -329,11 +335,11 @@ def means(source: Source, job: Job, target: Target) -> Any:
     )
 
 
-def settings_of(planned: Planned, asked: Planned, job: Job, device: str) -> dict[str, Any]:
-    """What to set to get it."""
-    found = planned.choice.settings(asked.choice)
+def settings_of(planned: Planned, requested: Planned, job: Job, device: str) -> dict[str, Any]:
+    """Return the settings that turn the requested job into ``planned``."""
+    settings = planned.choice.settings(requested.choice)
     if planned.step.rows < planned.whole.rows and not job.memory.memory_control:
-        found["token_cap"] = planned.step.tokens
-    if device == "cuda" and job.kind.name in MADE_WHEN_NEEDED and job.training.dataloader_num_workers == 0:
-        found["dataloader_num_workers"] = WORKERS_BESIDE_GPU
-    return found
+        settings["token_cap"] = planned.step.tokens
+    if device == "cuda" and job.kind.name in DECODED_PER_BATCH and job.training.dataloader_num_workers == 0:
+        settings["dataloader_num_workers"] = WORKERS_BESIDE_GPU
+    return settings

@@ -1,4 +1,4 @@
-"""What a plan looks like: as JSON, and on a screen of 80 columns."""
+"""Output of a plan: as JSON, and as text of 80 columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 80
 
-IN_WORDS = {
+PART_NAMES = {
     "regularization": "start of the weights",
     "averages": "averages of weights",
     "exchange": "between processes",
@@ -37,7 +37,7 @@ def predicted(estimate: MemoryEstimate, step: Step) -> dict[str, Any]:
 
 
 def as_dict(planned: Planned, asked: Planned, device: str) -> dict[str, Any]:
-    """JSON-like. ``relative_time``: of a step, beside that of what was asked for."""
+    """Return a choice as JSON values. ``relative_time``: the time of a step relative to that of the requested job."""
     return {
         "settings": planned.choice.settings(asked.choice),
         "fits": planned.fits,
@@ -52,29 +52,37 @@ def _micro_batch(step: Step) -> dict[str, int]:
     return {"rows_per_chunk": step.rows, "tokens_per_row": step.length, "chunks_per_step": step.micro_batches}
 
 
-# -- on a screen -------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def screen(report: dict[str, Any], words: Sequence[str]) -> str:
-    """``words``: what was typed for the job."""
-    parts = [_head(report), _parts(report["predicted"]), *(f"  not counted: {text}" for text in report["not_counted"])]
-    return rendered(*parts, "", _choices(report), *_advice(report, words))
+    """Return the report as text. ``words``: the words that were typed for the job."""
+    parts = [
+        _headline(report),
+        _parts_table(report["predicted"]),
+        *(f"  not counted: {text}" for text in report["not_counted"]),
+    ]
+    return rendered(*parts, "", _choices_table(report), *_advice(report, words))
 
 
 def rendered(*parts: Any) -> str:
-    """What rich makes of each, as text of 80 columns; a command stays one line, which can be copied."""
+    """Render ``parts`` with rich as text of 80 columns. A command stays on one line, so that it can be copied."""
     console = plain_console(file=io.StringIO(), width=COLUMNS, color_system=None)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str) and part.startswith("scu-trainer "))
     return console.file.getvalue().rstrip("\n")
 
 
-def _head(report: dict[str, Any]) -> str:
+def _headline(report: dict[str, Any]) -> str:
     asked = report["predicted"]
-    cut = report["choices"][0]
-    is_cut = cut["rows_per_chunk"] < asked["rows_per_chunk"]
-    verdict = "fits" if cut["fits"] and not is_cut else "does not fit"
-    smaller = f" Micro-batches of {in_words(cut)} fit: {readable(cut['peak_bytes'])}." if cut["fits"] and is_cut else ""
+    shrunk = report["choices"][0]
+    is_smaller = shrunk["rows_per_chunk"] < asked["rows_per_chunk"]
+    verdict = "fits" if shrunk["fits"] and not is_smaller else "does not fit"
+    smaller = (
+        f" Micro-batches of {in_words(shrunk)} fit: {readable(shrunk['peak_bytes'])}."
+        if shrunk["fits"] and is_smaller
+        else ""
+    )
     return (
         f"As asked: {readable(asked['peak_bytes'])} at the peak, in micro-batches of {in_words(asked)}. That {verdict}."
         f"{smaller}\nLimit: {readable(report['limit_bytes'])} of {report['machine']}, with {report['margin']:.0%} "
@@ -87,7 +95,7 @@ def in_words(planned: dict[str, Any]) -> str:
     return f"{rows} x {length} tokens" if length > 1 else f"{rows} rows"
 
 
-def _parts(asked: dict[str, Any]):
+def _parts_table(asked: dict[str, Any]):
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -96,11 +104,11 @@ def _parts(asked: dict[str, Any]):
     for part, size in asked["parts"].items():
         if size >= 0.001 * asked["peak_bytes"]:
             bar = ProgressBar(total=largest, completed=size, width=30)
-            table.add_row(f"  {IN_WORDS.get(part, part)}", readable(size), bar)
+            table.add_row(f"  {PART_NAMES.get(part, part)}", readable(size), bar)
     return table
 
 
-def _choices(report: dict[str, Any]) -> Table:
+def _choices_table(report: dict[str, Any]) -> Table:
     titles = ("settings", "peak", "micro-batch", "fits", "time", "changes")
     rows = [
         [
@@ -121,16 +129,16 @@ def _advice(report: dict[str, Any], words: Sequence[str]) -> list[str]:
     if settings is None:
         return ["\nNone of these fits. Take a smaller model, device_map, or a machine with more memory."]
     if not settings:
-        return ["\nNothing has to be changed.", *_cut(report)]
+        return ["\nNothing has to be changed.", *_micro_batch_note(report)]
     flags = [word for name, value in settings.items() for word in (f"--{name}", plain(value))]
     command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
-    found = "The fastest that fits and changes the result least:"
+    introduction = "The fastest that fits and changes the result least:"
     if settings.keys() == {"memory_limit_gb"}:
-        found = "Nothing has to be changed; this keeps the run within the limit:"
-    return [f"\n{found}", command, *_cut(report)]
+        introduction = "Nothing has to be changed; this keeps the run within the limit:"
+    return [f"\n{introduction}", command, *_micro_batch_note(report)]
 
 
-def _cut(report: dict[str, Any]) -> list[str]:
+def _micro_batch_note(report: dict[str, Any]) -> list[str]:
     best = next(choice for choice in report["choices"] if choice["fits"])
     if best["rows_per_chunk"] >= report["predicted"]["rows_per_chunk"]:
         return []

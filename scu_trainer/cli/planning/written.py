@@ -1,4 +1,4 @@
-"""A plan as a configuration file that ``--config`` reads back, each value with its reason beside it."""
+"""Writes a plan as a configuration file for ``--config``, with a reason next to each value."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ REASONS = {
     "mixed_precision": "the device computes in half precision, and activations take half the memory",
     "checkpoint_every_layer": "activations are computed again instead of kept",
     "optim": "its states take about a byte per weight",
-    "block_size": "shorter rows take less at once, and see less context",
+    "block_size": "shorter rows take less memory, and have less context",
     "deepspeed": "the optimizer's states are kept in main memory",
-    "token_cap": "rows go through the model in parts of so many tokens",
-    "memory_limit_gb": "what --limit allows; on a CPU with what the process holds without a model",
-    "dataloader_num_workers": "rows are made for each batch, beside the GPU",
+    "token_cap": "rows go through the model in parts of at most this many tokens",
+    "memory_limit_gb": "what --limit allows; on a CPU plus what the process holds without a model",
+    "dataloader_num_workers": "rows are prepared for each batch while the GPU trains",
 }
 
 
 def check_place(path: Path) -> None:
-    """Raise SettingsError where something stands in the way of ``path``."""
+    """Raise SettingsError if ``path`` exists, cannot be created, or is not named like YAML."""
     require_new_file(path, "--output")
     if path.suffix not in (".yaml", ".yml"):
         raise SettingsError(f"--output {path}: a configuration with comments is YAML; give a name that ends in .yaml")
 
 
 def write(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> None:
-    """``entries``: what was typed for the job, by name. ``report``: of the plan, with settings that fit. ``precision``:
-    (mixed_precision that the job gets on this machine, why)."""
+    """Write the configuration. ``entries``: what was typed for the job, by name. ``report``: the report of the plan,
+    with settings that fit. ``precision``: (mixed_precision that the job gets on this machine, reason)."""
     try:
-        path.write_text(_text(path, entries, report, precision), encoding="utf-8")
+        path.write_text(_configuration_text(path, entries, report, precision), encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}; give --output another place") from error
+        raise StorageError(f"{path} cannot be written: {error.strerror}; give another --output") from error
 
 
-def _text(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> str:
+def _configuration_text(
+    path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]
+) -> str:
     asked, changed = report["predicted"], report["recommended"]
     best = next(choice for choice in report["choices"] if choice["fits"])
     head = [
@@ -57,14 +59,14 @@ def _text(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], pre
         head.append(f"So it takes {readable(best['peak_bytes'])} in micro-batches of {in_words(best)}.")
     kept = {name: value for name, value in entries.items() if name not in changed}
     parts = ["".join(f"# {line}\n" for line in head)]
-    parts += [_entry(name, value, "as asked") for name, value in kept.items()]
-    parts += [_entry(name, value, REASONS.get(name, "fits")) for name, value in changed.items()]
+    parts += [_commented_entry(name, value, "as asked") for name, value in kept.items()]
+    parts += [_commented_entry(name, value, REASONS.get(name, "fits")) for name, value in changed.items()]
     if not {"mixed_precision", "bf16", "fp16"} & {*kept, *changed}:
-        parts.append(_entry("mixed_precision", *precision))
+        parts.append(_commented_entry("mixed_precision", *precision))
     return "".join(parts)
 
 
-def _entry(name: str, value: Any, reason: str) -> str:
+def _commented_entry(name: str, value: Any, reason: str) -> str:
     text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000)
     first, end, rest = text.partition("\n")
     return f"{first}  # {reason}{end}{rest}"

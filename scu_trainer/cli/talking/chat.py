@@ -1,4 +1,4 @@
-"""``scu-trainer chat``: talk to a model in the terminal, alone or beside another one."""
+"""``scu-trainer chat``: lets you talk to a model in the terminal, alone or next to a second one."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from scu_trainer.talk.model import Talker
 
 MAX_NEW_TOKENS = 512
-SURROGATES = 0xDC00
-"""Where Python puts bytes that are no text."""
+FIRST_SURROGATE = 0xDC00
+"""Offset at which Python's ``surrogateescape`` stores bytes that are not valid text."""
 
 HELP = {
     "/system TEXT": "set the system message and start over; without TEXT, remove it",
-    "/reset": "forget what was said",
+    "/reset": "forget the conversation",
     "/save FILE": "save the conversation as JSON lines of messages; with two models, two files",
-    "/help": "these lines",
-    "/exit": "end, as Ctrl-D does",
+    "/help": "show these lines",
+    "/exit": "end the chat, as Ctrl-D does",
 }
 HELP_LINES = [f"{name:<14} {said}" for name, said in HELP.items()]
 DESCRIPTION = """\
 RUN is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. Answers appear as they
-are generated; Ctrl-C stops an answer. From a pipe every line is a question, and only the answers are printed.
+are generated; Ctrl-C stops an answer. If input comes from a pipe, every line is a question, and only the answers are
+printed.
 
   """ + "\n  ".join(HELP_LINES)
 
@@ -48,8 +49,8 @@ def _parser() -> Parser:
         prog="scu-trainer chat", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--against", metavar="OTHER", help="a second model that answers after it; base: what it was "
-                        "tuned from")  # fmt: skip
+    parser.add_argument("--against", metavar="OTHER", help="a second model, which answers after it; base: the model "
+                        "that it was tuned from")  # fmt: skip
     parser.add_argument("--system", metavar="TEXT", default="", help="system message")
     add_options(parser, MAX_NEW_TOKENS)
     return parser
@@ -64,32 +65,32 @@ def main(argv: list[str]) -> int:
         settings = answer_settings(options)
         talkers = [talker(first)]
         if other is not None:
-            talkers.append(_second(talkers[0], other, is_base=options.against == "base"))
+            talkers.append(_load_second(talkers[0], other, is_base=options.against == "base"))
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # one line that is no text is refused, by its number
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is not text is refused by its number
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return Chat(talkers, settings, options.system, sys.stdin, sys.stdout, is_terminal).run()
 
 
-def _second(first: Talker, other, is_base: bool) -> Talker:
+def _load_second(first: Talker, other, is_base: bool) -> Talker:
     from scu_trainer.talk.model import base_beside
 
-    if is_base and _has_base_in_it(first.model):
+    if is_base and _contains_its_base(first.model):
         return base_beside(first, other.word or other.name)
     second = talker(other)
     if is_base:
-        second.answers_plain_text = first.answers_plain_text  # both are asked the same
+        second.answers_plain_text = first.answers_plain_text  # both get the same prompt
     return second
 
 
-def _has_base_in_it(model: Any) -> bool:
-    """Whether it is its base once its adapter is off."""
+def _contains_its_base(model: Any) -> bool:
+    """Whether ``model`` becomes its base when its adapter is turned off."""
     config = active_config(model)
     return config is not None and not takes_from_base(config) and getattr(config, "bias", "none") == "none"
 
 
 class Chat:
-    """``talkers``: one, or two that are asked the same. Each has its own conversation."""
+    """A chat with one model, or with two that get the same questions. Each has its own conversation."""
 
     def __init__(
         self, talkers: Sequence[Talker], settings: AnswerSettings, system: str, reads: TextIO, writes: TextIO,
@@ -102,9 +103,9 @@ class Chat:
 
     def run(self) -> int:
         if self.is_terminal:
-            with contextlib.suppress(ImportError):  # not everywhere; lines are then typed without arrow keys
+            with contextlib.suppress(ImportError):  # not available everywhere; it makes arrow keys work
                 import readline  # noqa: F401
-        self._quietly("\n".join(self._opening()))
+        self._say_dimmed("\n".join(self._opening()))
         number = 0
         while (line := self._read()) is not None:
             number += 1
@@ -124,8 +125,8 @@ class Chat:
         return 0
 
     def _opening(self) -> list[str]:
-        lines = [f"{' and '.join(one.name for one in self.talkers)}; {self.settings.in_words(self.talkers[0])}"]
-        notes = [note for one in self.talkers for note in one.notes(one.name)]
+        lines = [f"{' and '.join(speaker.name for speaker in self.talkers)}; {self.settings.in_words(self.talkers[0])}"]
+        notes = [note for speaker in self.talkers for note in speaker.notes(speaker.name)]
         return [*lines, *notes, "/help lists commands; Ctrl-D ends"]
 
     def _read(self) -> Optional[str]:
@@ -135,28 +136,28 @@ class Chat:
             line = self.reads.readline()
             return line if line else None
         except (EOFError, KeyboardInterrupt):
-            self._quietly("")
+            self._say_dimmed("")
             return None
 
     # -- commands ------------------------------------------------------------------------------------------------------
 
     def _command(self, line: str) -> bool:
-        """Whether the chat goes on."""
+        """Run a command, and return whether the chat continues."""
         name, _, rest = line[1:].partition(" ")
-        acts = {"system": self._set_system, "reset": lambda _: self._reset(), "save": self._save,
-                "help": lambda _: self._quietly("\n".join(HELP_LINES))}  # fmt: skip
+        actions = {"system": self._set_system, "reset": lambda _: self._reset(), "save": self._save,
+                "help": lambda _: self._say_dimmed("\n".join(HELP_LINES))}  # fmt: skip
         if name in ("exit", "quit"):
             return False
-        if name not in acts:
-            known = [*acts, "exit"]
+        if name not in actions:
+            known = [*actions, "exit"]
             raise SettingsError(f"/{name} is not a command{nearest(name, known)}; commands: /{', /'.join(known)}")
-        acts[name](rest.strip())
+        actions[name](rest.strip())
         return True
 
     def _set_system(self, text: str) -> None:
         self.system = text
         self._reset()
-        self._quietly(f"system message: {text}" if text else "no system message")
+        self._say_dimmed(f"system message: {text}" if text else "no system message")
 
     def _reset(self) -> None:
         begin = [{"role": "system", "content": self.system}] if self.system else []
@@ -169,35 +170,35 @@ class Chat:
         paths = [path] if len(self.talkers) == 1 else [
             path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, len(self.talkers) + 1)
         ]  # fmt: skip
-        for place in paths:
-            if place.exists():
-                raise SettingsError(f"{place} already exists; give another name")
-        for place, conversation in zip(paths, self.conversations, strict=True):
-            write_text(place, "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in conversation))
-        self._quietly(f"written: {', '.join(map(str, paths))}")
+        for file in paths:
+            if file.exists():
+                raise SettingsError(f"{file} already exists; give another name")
+        for file, conversation in zip(paths, self.conversations, strict=True):
+            write_text(file, "".join(json.dumps(message, ensure_ascii=False) + "\n" for message in conversation))
+        self._say_dimmed(f"written: {', '.join(map(str, paths))}")
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def _ask(self, question: str) -> None:
-        for one, conversation in zip(self.talkers, self.conversations, strict=True):
+        for speaker, conversation in zip(self.talkers, self.conversations, strict=True):
             conversation.append({"role": "user", "content": question})
             try:
-                answer = self._answer(one, conversation)
+                answer = self._answer(speaker, conversation)
             except UserError:
                 conversation.pop()
                 raise
             conversation.append({"role": "assistant", "content": answer})
 
-    def _answer(self, one: Talker, conversation: Sequence[dict[str, str]]) -> str:
+    def _answer(self, speaker: Talker, conversation: Sequence[dict[str, str]]) -> str:
         from scu_trainer.talk.answers import fitted, stream
 
-        token_ids, dropped, settings = fitted(one, conversation, self.settings)
+        token_ids, dropped, settings = fitted(speaker, conversation, self.settings)
         if dropped:
-            self._note(f"[{one.name}: the oldest {dropped} messages no longer fit and are left out]")
+            self._notice(f"[{speaker.name}: the oldest {dropped} messages no longer fit and are left out]")
         if len(self.talkers) > 1:
-            self._say(f"[{one.name}]\n")
+            self._say(f"[{speaker.name}]\n")
         begun_s, first_s, pieces, counts = time.monotonic(), None, [], []
-        written = stream(one, token_ids, settings, counts.append)
+        written = stream(speaker, token_ids, settings, counts.append)
         is_stopped = False
         try:
             for piece in written:
@@ -210,22 +211,24 @@ class Chat:
         self._say("\n")
         took_s = time.monotonic() - begun_s
         if is_stopped:
-            self._quietly("[stopped]")
+            self._say_dimmed("[stopped]")
         elif counts and first_s is not None:
-            self._quietly(f"[{counts[0]} tokens, the first after {first_s:.2f} s, {counts[0] / took_s:.1f} per second]")
+            self._say_dimmed(
+                f"[{counts[0]} tokens, the first after {first_s:.2f} s, {counts[0] / took_s:.1f} per second]"
+            )
         return "".join(pieces)
 
     def _say(self, text: str) -> None:
         self.writes.write(text)
         self.writes.flush()
 
-    def _quietly(self, text: str) -> None:
-        """For a person alone."""
+    def _say_dimmed(self, text: str) -> None:
+        """Print dimmed text on a terminal; in a pipe nothing."""
         if self.is_terminal:
             self._say(f"\033[2m{text}\033[0m\n" if text else "\n")
 
-    def _note(self, text: str) -> None:
-        """What must be said in a pipe, too."""
+    def _notice(self, text: str) -> None:
+        """Print a notice, in a pipe to standard error."""
         print(text, file=self.writes if self.is_terminal else sys.stderr, flush=True)
 
 
@@ -233,5 +236,5 @@ def _require_text(line: str, number: int) -> None:
     try:
         line.encode()
     except UnicodeEncodeError as error:
-        byte = ord(line[error.start]) - SURROGATES
+        byte = ord(line[error.start]) - FIRST_SURROGATE
         raise DataError(f"line {number} of what was typed is not UTF-8 text (byte 0x{byte:02x}); {TO_UTF_8}") from None

@@ -1,4 +1,4 @@
-"""``scu-trainer generate``: answers to a file of prompts, as JSON lines, resumable."""
+"""``scu-trainer generate``: answers a file of prompts, as JSON lines; resumable."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS, BATCH_ROWS = 256, 8
 DESCRIPTION = """\
 Answers each prompt of FILE and writes a JSON line for it, in the order of FILE. If it is killed, run the same command
-again: it continues after the last complete line. Rows: a column messages, or prompt, instruction, question, text; a
-.txt file has one per line."""
+again: it continues after the last complete line. Rows have a column messages, prompt, instruction, question or text; a
+.txt file has one prompt per line."""
 
 
 def _parser() -> Parser:
@@ -37,10 +37,10 @@ def _parser() -> Parser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: answers.jsonl in this folder",
                         default=Path("answers.jsonl"))  # fmt: skip
     parser.add_argument("--batch_size", type=int, default=BATCH_ROWS, metavar="N",
-                        help=f"most prompts at a time ({BATCH_ROWS}); fewer if memory is short")  # fmt: skip
+                        help=f"prompts at a time, at most ({BATCH_ROWS}); fewer if memory is short")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="start over if the output already exists")
     add_options(parser, MAX_NEW_TOKENS)
-    parser.set_defaults(max_new_tokens=None)  # a length that nobody asked for gives way to a short model
+    parser.set_defaults(max_new_tokens=None)  # the default is lowered for a model with few positions
     return parser
 
 
@@ -52,30 +52,31 @@ def main(argv: list[str]) -> int:
     if options.output.resolve() == options.prompts.resolve():
         raise SettingsError(f"--output is the file of the prompts, {options.prompts}; give another --output")
     require_writable(options.output.parent, "--output")
-    who, is_default = subject(options.run, options), options.max_new_tokens is None
+    chosen, is_default = subject(options.run, options), options.max_new_tokens is None
     options.max_new_tokens = MAX_NEW_TOKENS if is_default else options.max_new_tokens
     with quiet_stdout():
         from scu_trainer.talk.answers import Batches
         from scu_trainer.talk.prompts import read_prompts
 
         settings, rows = answer_settings(options), read_prompts(options.prompts)
-        asked = _asked(who, rows, settings) | ({"max_new_tokens": None} if is_default else {})
-        written = Written(options.output, asked, options.overwrite)
+        request = _request_of(chosen, rows, settings) | ({"max_new_tokens": None} if is_default else {})
+        written = Written(options.output, request, options.overwrite)
         done = written.begin()
         for line in written.lines:
             print(line)
-        model = talker(who) if done < len(rows) else None
+        model = talker(chosen) if done < len(rows) else None
         if model is not None:
-            settings = _fitting(settings, model) if is_default else settings
+            settings = _with_fitting_length(settings, model) if is_default else settings
             batches = Batches(model, settings, options.batch_size)
             dropped = _write_all(written, model, batches, rows[done:], done)
-            print("\n".join(_said(batches, dropped)), end="")
+            print("\n".join(_remarks(batches, dropped)), end="")
     print(f"{counted(len(rows), 'answer')} in {options.output}" + (f", {done} of them from before" if done else ""))
     return 0
 
 
-def _fitting(settings: Any, model: Any) -> Any:
-    """A quarter of the positions of a short model, as ``fitted`` keeps for an answer."""
+def _with_fitting_length(settings: Any, model: Any) -> Any:
+    """Return ``settings`` with answers of at most a quarter of the model's positions, which ``fitted`` reserves for an
+    answer as well."""
     quarter = settings.max_new_tokens if model.positions is None else max(1, model.positions // 4)
     if quarter < settings.max_new_tokens:
         print(
@@ -86,14 +87,15 @@ def _fitting(settings: Any, model: Any) -> Any:
 
 
 def _write_all(written: Written, model: Any, batches: Any, rows: Sequence[PromptRow], first: int) -> int:
-    """Returns how many messages did not fit. A batch is written when it is answered: that much a kill costs. A prompt
-    that is too long is found before the first; tokens of all prompts at once would be more than their text."""
-    most = batches.settings.max_new_tokens
-    dropped = sum(_trimmed(model, row, most)[1] for row in rows)
+    """Answer all rows and return the number of messages that did not fit. Each batch is written once it is answered, so
+    a kill loses at most one batch. All prompts are tokenized in advance, so that one that is too long is found before
+    the first answer; their tokens are not kept, because they would take more memory than the text."""
+    max_new_tokens = batches.settings.max_new_tokens
+    dropped = sum(_trimmed(model, row, max_new_tokens)[1] for row in rows)
     for begin in range(0, len(rows), batches.batch_rows):
-        part = rows[begin : begin + batches.batch_rows]
-        answers = batches.answers([_trimmed(model, row, most)[0] for row in part])
-        for number, (row, answer) in enumerate(zip(part, answers, strict=True), start=first + begin):
+        batch = rows[begin : begin + batches.batch_rows]
+        answers = batches.answers([_trimmed(model, row, max_new_tokens)[0] for row in batch])
+        for number, (row, answer) in enumerate(zip(batch, answers, strict=True), start=first + begin):
             written.add({"index": number, "messages": row.messages, "answer": answer.text, "tokens": answer.tokens,
                          "finish_reason": answer.finish_reason})  # fmt: skip
     return dropped
@@ -106,7 +108,7 @@ def _trimmed(model: Any, row: PromptRow, max_new_tokens: int) -> tuple[list[int]
         raise DataError(f"{row.place}: {error}") from error
 
 
-def _said(batches: Any, dropped: int) -> list[str]:
+def _remarks(batches: Any, dropped: int) -> list[str]:
     lines = []
     if batches.out_of_memory:
         lines.append(f"ran out of memory {batches.out_of_memory} times and continued with fewer prompts at a time\n")
@@ -115,58 +117,58 @@ def _said(batches: Any, dropped: int) -> list[str]:
     return lines
 
 
-def _asked(who: Subject, rows: Sequence[PromptRow], settings: Any) -> dict[str, Any]:
-    """What decides the answers."""
+def _request_of(chosen: Subject, rows: Sequence[PromptRow], settings: Any) -> dict[str, Any]:
+    """Return everything that the answers depend on."""
     prompts = hashlib.sha256(json.dumps([row.messages for row in rows]).encode()).hexdigest()
-    return {"model": who.source, "files": _stamp(Path(who.source)), "prompts": prompts, "rows": len(rows),
-            "dtype": who.model.dtype, **asdict(settings)}  # fmt: skip
+    return {"model": chosen.source, "files": _weights_stamp(Path(chosen.source)), "prompts": prompts, "rows": len(rows),
+            "dtype": chosen.model.dtype, **asdict(settings)}  # fmt: skip
 
 
-def _stamp(folder: Path) -> dict[str, list[int]]:
-    """Size and time of the weights: trained on, they are others."""
-    found = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in found}
+def _weights_stamp(folder: Path) -> dict[str, list[int]]:
+    """Return size and modification time of the weight files, which change if the model is trained further."""
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 class Written:
-    """The file of answers, and beside it (``.meta.json``) what they answer."""
+    """The file of answers, and next to it a ``.meta.json`` with what the answers depend on."""
 
-    def __init__(self, path: Path, asked: dict[str, Any], overwrite: bool) -> None:
-        self.path, self.asked, self.overwrite = path, asked, overwrite
+    def __init__(self, path: Path, request: dict[str, Any], overwrite: bool) -> None:
+        self.path, self.asked, self.overwrite = path, request, overwrite
         self.meta = path.with_name(path.name + ".meta.json")
         self.lines: list[str] = []
         self.is_new = overwrite or not path.exists()
 
     def begin(self) -> int:
-        """How many answers are there. Raises SettingsError where they are answers to something else."""
+        """Return the number of existing answers. Raises SettingsError if they answer something else."""
         if self.path.is_dir():
             raise SettingsError(f"{self.path} is a folder; give another --output")
         if self.is_new:
             return 0
-        before = read_json(self.meta) if self.meta.is_file() else None
-        now = json.loads(json.dumps(self.asked))
-        if before != now:
+        stored = read_json(self.meta) if self.meta.is_file() else None
+        current = json.loads(json.dumps(self.asked))
+        if stored != current:
             changed = (
-                "it was not written by this command" if before is None else f"{_changed(before, now)} changed since"
+                "it was not written by this command" if stored is None else f"{_changes(stored, current)} changed since"
             )
-            raise SettingsError(f"{self.path} is there, and {changed}; give another --output, or --overwrite")
+            raise SettingsError(f"{self.path} already exists, and {changed}; give another --output, or --overwrite")
         return self._whole_lines()
 
     def _whole_lines(self) -> int:
-        """A torn last line, of a kill, is cut off."""
+        """Return the number of complete lines, after cutting off a last line that a kill left incomplete."""
         content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
+        complete = content[: content.rfind(b"\n") + 1]
+        if len(complete) < len(content):
             self.lines.append(f"{self.path}: the last line is incomplete and is answered again")
             with open(self.path, "r+b") as file:
-                file.truncate(len(whole))
-        count = whole.count(b"\n")
+                file.truncate(len(complete))
+        count = complete.count(b"\n")
         if count:
             self.lines.append(f"{self.path}: continuing after {count} answers")
         return count
 
     def add(self, row: dict[str, Any]) -> None:
-        if self.is_new:  # not before there is an answer: a command that fails leaves what was there
+        if self.is_new:  # only with the first answer, so that a command that fails keeps the old file
             if self.path.exists() and not self.overwrite:
                 raise SettingsError(f"{self.path} was written by another command meanwhile; give another --output")
             self.path.unlink(missing_ok=True)
@@ -184,5 +186,5 @@ class Written:
             ) from error
 
 
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
-    return ", ".join(name for name in now if before.get(name) != now[name]) or "something"
+def _changes(stored: dict[str, Any], current: dict[str, Any]) -> str:
+    return ", ".join(name for name in current if stored.get(name) != current[name]) or "something"

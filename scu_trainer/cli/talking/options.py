@@ -1,4 +1,4 @@
-"""What chat and generate have in common: whom they talk to, and how it answers."""
+"""Options that chat, generate and serve have in common: the model, and how it answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 def add_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     add = parser.add_argument
     add("--max_new_tokens", type=int, default=max_new_tokens, metavar="N",
-        help=f"most tokens of an answer; default: {max_new_tokens}")  # fmt: skip
-    about = "sample tokens; default: as the model's generation_config says, or if one of the next three is given"
+        help=f"largest number of tokens of an answer; default: {max_new_tokens}")  # fmt: skip
+    about = "sample tokens; default: as in the model's generation_config, or if one of the next three is given"
     add_switch(parser, "--do_sample", about, default=None)
     add("--temperature", type=float, help="sampling temperature; 0: greedy")
     add("--top_p", type=float, help="sample from the likeliest tokens that together have this probability")
@@ -44,33 +44,35 @@ def answer_settings(options: argparse.Namespace) -> AnswerSettings:
     from scu_trainer.talk.answers import AnswerSettings
 
     given = {name: getattr(options, name) for name in AnswerSettings.__dataclass_fields__}
-    if given["temperature"] == 0 and not given["do_sample"]:  # as other programs say it
-        drawn = ", ".join(name for name in ("top_p", "top_k") if given[name] is not None)
-        require(not drawn, f"temperature 0 is greedy, where {drawn} would have no effect; drop one or the other")
+    if given["temperature"] == 0 and not given["do_sample"]:  # in other programs this means greedy
+        ignored = ", ".join(name for name in ("top_p", "top_k") if given[name] is not None)
+        require(not ignored, f"temperature 0 is greedy, so {ignored} would have no effect; drop one or the other")
         given |= {"temperature": None, "do_sample": False}
     return AnswerSettings(**given)
 
 
 def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] = None) -> Subject:
-    """``base_of``: whose base the word base means."""
+    """Return the subject of ``name``, with the consent and type of ``options``. ``base_of``: the subject that the word
+    base refers to. Raises ModelError if it cannot answer."""
     if options.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
     if name == "base" and base_of is None:
         raise ModelError("base is a keyword of --against; give a path or a Hub id first (./base for a folder)")
-    found = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
-    if found.task != TEXT:
-        raise ModelError(f"{found.name} is of task {found.task}: it writes no text; only {TEXT} can answer")
-    return found.consenting(options, dtype=found.model.dtype if options.dtype == "auto" else options.dtype)
+    resolved = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
+    if resolved.task != TEXT:
+        raise ModelError(f"{resolved.name} has task {resolved.task}: it writes no text; only {TEXT} can answer")
+    return resolved.consenting(options, dtype=resolved.model.dtype if options.dtype == "auto" else options.dtype)
 
 
-def talker(who: Subject) -> Talker:
-    """Loaded, in the arithmetic of its run."""
+def talker(chosen: Subject) -> Talker:
+    """Load the model of ``chosen``, with the mixed precision of its run. Raises SettingsError if the GPU has too
+    little memory."""
     import torch
 
     from scu_trainer.talk.model import loaded
 
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(who.mixed_precision or "")
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen.mixed_precision or "")
     try:
-        return loaded(who.name, who.model, precision, who.answers_plain_text)
+        return loaded(chosen.name, chosen.model, precision, chosen.answers_plain_text)
     except torch.OutOfMemoryError as error:
-        raise SettingsError(f"{who.name} does not fit on the GPU; add --use_cpu, or --dtype bfloat16") from error
+        raise SettingsError(f"{chosen.name} does not fit on the GPU; add --use_cpu, or --dtype bfloat16") from error

@@ -1,4 +1,4 @@
-"""``scu-trainer serve``: a model behind the addresses of OpenAI's HTTP interface, by a server that exists."""
+"""``scu-trainer serve``: serves a model over OpenAI's HTTP interface, with the server of transformers or with vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from scu_trainer.serve.questions import Asker
 
 PORT, MAX_NEW_TOKENS = 8000, 512
-KEY_VARIABLE, SHORTEST_KEY = "SCU_TRAINER_API_KEY", 16
+KEY_VARIABLE, LEAST_KEY_LENGTH = "SCU_TRAINER_API_KEY", 16
 ENGINES = ("auto", "transformers", "vllm")
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 NEW_KEY = "openssl rand -hex 24"
@@ -35,7 +35,7 @@ DESCRIPTION = f"""\
 Answers as OpenAI's HTTP interface does (/v1/chat/completions, /v1/completions, /v1/models), for this model only. RUN
 is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. The server is that of
 transformers, or vLLM. Put the key that clients have to send into {KEY_VARIABLE} or a file; it is required
-if other machines can reach --host. It is not an argument, because every user of a machine can list those.
+if other machines can reach --host. It cannot be an argument, because every user of a machine can read those.
 
 The flags of an answer apply if a request does not set them: temperature 0 in a request is greedy."""
 
@@ -66,30 +66,30 @@ def _parser() -> Parser:
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     check_address(options.host, options.port)
-    engine, key = _engine(options), _key(options)
+    engine, key = _chosen_engine(options), _key(options)
     if engine == "vllm":
         _check_vllm(options, key)
     else:
         require_packages("the server", "serve", PACKAGES)
-    who = subject(options.run, options)
-    name = options.served_model_name or default_name(who)
+    chosen = subject(options.run, options)
+    name = options.served_model_name or default_name(chosen)
     with bound(options.host, options.port) as listening:
         options.port = listening.getsockname()[1]
         if engine == "transformers":
-            return _with_transformers(who, name, options, listening, key)
-    return _with_vllm(who, name, options, key)
+            return _serve_with_transformers(chosen, name, options, listening, key)
+    return _serve_with_vllm(chosen, name, options, key)
 
 
-def default_name(who: Subject) -> str:
-    """That of the folder; of a checkpoint also that of its run."""
-    return who.name if who.is_of_hub else default_output(who).name.removesuffix("-merged")
+def default_name(chosen: Subject) -> str:
+    """Return the name of the folder; for a checkpoint, with the name of its run."""
+    return chosen.name if chosen.is_of_hub else default_output(chosen).name.removesuffix("-merged")
 
 
 # -- the key -----------------------------------------------------------------------------------------------------------
 
 
 def _key(options: argparse.Namespace) -> Optional[str]:
-    """Raises SettingsError where there must be one, or it could be guessed."""
+    """Return the key, or None if none is needed. Raises SettingsError if a key is missing or could be guessed."""
     if options.api_key is not None:
         raise SettingsError(f"--api_key would show the key to every user of this machine; put it into {KEY_VARIABLE}, "
                             "or into a file for --api_key_file")  # fmt: skip
@@ -100,14 +100,14 @@ def _key(options: argparse.Namespace) -> Optional[str]:
                                 f"export {KEY_VARIABLE}=$({NEW_KEY}), or give --api_key_file")  # fmt: skip
         return None
     remember(key)
-    if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise SettingsError(f"the key in {place} must have {SHORTEST_KEY} characters or more, of ASCII and without "
+    if len(key) < LEAST_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise SettingsError(f"the key in {place} must have {LEAST_KEY_LENGTH} characters or more, of ASCII and without "
                             f"spaces; {NEW_KEY} makes one")  # fmt: skip
     return key
 
 
 def _stored_key(file: Optional[Path]) -> tuple[Optional[str], str]:
-    """The key, and where it was; an empty variable is none, an empty file is a mistake."""
+    """Return the key, and where it was found. An empty variable counts as no key; an empty file is an error."""
     if file is None:
         return os.environ.get(KEY_VARIABLE, "").strip() or None, KEY_VARIABLE
     try:
@@ -119,8 +119,8 @@ def _stored_key(file: Optional[Path]) -> tuple[Optional[str], str]:
 # -- transformers ------------------------------------------------------------------------------------------------------
 
 
-def _with_transformers(
-    who: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
+def _serve_with_transformers(
+    chosen: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
 ) -> int:
     with quiet_stdout():
         from scu_trainer.serve.guard import Guard
@@ -129,7 +129,7 @@ def _with_transformers(
         from scu_trainer.serve.transformers_server import application
 
         settings, ends = answer_settings(options), Event()
-        asker = Asker(talker(who), name, settings)
+        asker = Asker(talker(chosen), name, settings)
         hosts = own_names(options.host, options.port) if is_loopback(options.host) else None
         app = Guard(application(asker, ends), hosts, key)
     print("\n".join(_opening(asker, options, key)), flush=True)
@@ -139,22 +139,22 @@ def _with_transformers(
 
 def _opening(asker: Asker, options: argparse.Namespace, key: Optional[str]) -> list[str]:
     lines = [f"{asker.name}: {_address(options)} (the server of transformers)", asker.settings.in_words(asker.talker)]
-    return [*lines, *asker.talker.notes(asker.name), _access(key)]
+    return [*lines, *asker.talker.notes(asker.name), _access_note(key)]
 
 
 def _address(options: argparse.Namespace) -> str:
     return f"http://{in_address(options.host)}:{options.port}/v1"
 
 
-def _access(key: Optional[str]) -> str:
-    who = "every program on this machine may use it" if key is None else "anyone with the key may use it"
-    return f"{who}; Ctrl-C ends it"
+def _access_note(key: Optional[str]) -> str:
+    clients = "every program on this machine may use it" if key is None else "anyone with the key may use it"
+    return f"{clients}; Ctrl-C ends it"
 
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
 
 
-def _engine(options: argparse.Namespace) -> str:
+def _chosen_engine(options: argparse.Namespace) -> str:
     if options.engine != "auto":
         return options.engine
     return "vllm" if not options.use_cpu and _has_vllm() and has_cuda() else "transformers"
@@ -175,30 +175,30 @@ def _check_vllm(options: argparse.Namespace, key: Optional[str]) -> None:
                             "transformers")  # fmt: skip
 
 
-def _whole(who: Subject, options: argparse.Namespace) -> str:
-    """What vLLM is to load: of an adapter a merged model beside it, written once."""
-    source = Path(who.source)
+def _model_for_vllm(chosen: Subject, options: argparse.Namespace) -> str:
+    """Return the path that vLLM loads. An adapter is merged into a folder next to it, unless that was done before."""
+    source = Path(chosen.source)
     if not is_adapter(source):
-        return who.source
-    output = default_output(who)
+        return chosen.source
+    output = default_output(chosen)
     if output.exists():
         if not is_merged_from(output, source):
-            raise StorageError(f"{output} exists, and was not merged from this adapter; remove it, or serve it")
+            raise StorageError(f"{output} exists, but was not merged from this adapter; remove it, or serve it")
         print(f"served from {output}, which was merged from this adapter")
         return str(output)
     print(f"vLLM gets the adapter merged into its base: {output}", flush=True)
-    merge(who, output, MergeOptions(trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle))
+    merge(chosen, output, MergeOptions(trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle))
     return str(output)
 
 
-def _with_vllm(who: Subject, name: str, options: argparse.Namespace, key: str) -> int:
+def _serve_with_vllm(chosen: Subject, name: str, options: argparse.Namespace, key: str) -> int:
     from scu_trainer.serve import vllm
 
-    model, answers = _whole(who, options), asdict(answer_settings(options))
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(who.mixed_precision or "", who.model.dtype or "auto")
+    model, answers = _model_for_vllm(chosen, options), asdict(answer_settings(options))
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(chosen.mixed_precision or "", chosen.model.dtype or "auto")
     words = vllm.command(
         model, name, options.host, options.port, dtype, answers, options.trust_remote_code, options.allow_pickle
     )
-    print(f"{name}: {_address(options)} (vLLM); {_access(key)}", flush=True)
+    print(f"{name}: {_address(options)} (vLLM); {_access_note(key)}", flush=True)
     os.environ[vllm.KEY_VARIABLE] = key
     os.execvp(words[0], words)

@@ -1,4 +1,4 @@
-"""Answers for a page: the two models that were asked last stay loaded."""
+"""Answers for the board. The two models that were used last stay loaded."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ _loading = threading.Lock()
 
 
 def stream_answer(name: str, messages: Sequence[Mapping[str, str]], **consent: bool) -> Iterator[str]:
-    """Pieces of text. ``name``: as for ``scu-trainer chat``. ``messages``: role and content, the newest last.
-    ``consent``: trust_remote_code, allow_pickle.
+    """Yield an answer in pieces of text. ``name``: as for ``scu-trainer chat``. ``messages``: role and content, the
+    newest last. ``consent``: trust_remote_code, allow_pickle.
 
-    Raises a UserError where it cannot be loaded or run. Closing the iterator ends the generation.
+    Raises UserError if the model cannot be loaded or run. Closing the iterator ends the generation.
     """
     from scu_trainer.talk.answers import AnswerSettings, fitted, stream
 
     with _loading:
-        one = _loaded(name, **consent)
+        model = _loaded(name, **consent)
     settings = AnswerSettings(max_new_tokens=MAX_NEW_TOKENS)
-    token_ids, dropped, settings = fitted(one, [dict(message) for message in messages], settings)
+    token_ids, dropped, settings = fitted(model, [dict(message) for message in messages], settings)
     if dropped:
         yield f"[the oldest {dropped} messages no longer fit and are left out]\n"
-    yield from stream(one, token_ids, settings)
+    yield from stream(model, token_ids, settings)
 
 
 def _loaded(name: str, **consent: bool) -> Talker:
     status = Path(name) / STATUS_FILE
-    return _kept(name, status.stat().st_mtime_ns if status.is_file() else None, **consent)
+    return _cached_talker(name, status.stat().st_mtime_ns if status.is_file() else None, **consent)
 
 
 @functools.lru_cache(maxsize=2)
-def _kept(name: str, changed_ns: Optional[int], **consent: bool) -> Talker:
-    """Loaded again where its run has changed: one that goes on, or starts over in its folder, is another model."""
-    found = subject_of(name)
-    return talker(replace(found, name=Path(name).name, model=replace(found.model, **consent)))
+def _cached_talker(name: str, changed_ns: Optional[int], **consent: bool) -> Talker:
+    """Return a loaded model. It is loaded again if its run has changed, because a run that continues or starts over in
+    the same folder is another model."""
+    resolved = subject_of(name)
+    return talker(replace(resolved, name=Path(name).name, model=replace(resolved.model, **consent)))
