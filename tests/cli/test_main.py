@@ -91,7 +91,7 @@ def test_a_mode_of_train_is_switched_off_by_each_word_for_it():
 
 
 def test_a_switch_of_eval_may_stand_before_the_model():
-    found = evaluate._read(evaluate._parser(), ["--trust_remote_code", "RUN", "--allow-pickle", "--json"])
+    found = evaluate._parse(evaluate._parser(), ["--trust_remote_code", "RUN", "--allow-pickle", "--json"])
     assert found[0] == "RUN" and found[2].trust_remote_code and found[2].allow_pickle
 
 

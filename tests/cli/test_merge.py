@@ -130,7 +130,7 @@ def test_too_little_memory_is_told_before_anything_is_loaded(folder, tmp_path, c
     monkeypatch.setattr(probe, "ram_bytes", lambda: (2**30, 2**20))
     monkeypatch.setattr(merge, "loaded_with_rows", lambda *arguments: pytest.fail("began to merge"))
     told = refused(capsys, folder / "lora", "--output", tmp_path / "merged")
-    assert "of main memory (two float32 copies and the model), and 1.0 MiB are free" in told
+    assert "of main memory (two float32 copies and the model), but only 1.0 MiB are free" in told
     assert list(tmp_path.iterdir()) == []
 
 

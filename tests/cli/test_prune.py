@@ -62,7 +62,7 @@ def test_a_classifier_says_its_accuracy(tmp_path, capsys):
     words = [*IMAGES.split(), "--use_cpu", "true", "--cache_dir", str(tmp_path / "cache")]
     assert train.main([*words, "--output_dir", str(tmp_path / "run")]) == 0
     capsys.readouterr()
-    assert "its run decided what was held out; drop it" in refused(capsys, tmp_path / "run", "--seed", 3)
+    assert "its run determines what is held out; drop it" in refused(capsys, tmp_path / "run", "--seed", 3)
     assert main(["prune", str(tmp_path / "run"), "--output", str(tmp_path / "small")]) == 0
     printed = capsys.readouterr().out
     assert "channels 64 to 48, 128 to 96, 256 to 192, 512 to 384" in printed and "held-out accuracy" in printed

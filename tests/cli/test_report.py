@@ -140,7 +140,7 @@ def test_what_is_no_run_is_refused_with_what_is_allowed(capsys, tmp_path):
     assert "did you mean '--output'" in refused(capsys, tmp_path / "runs/first", "--otput", "x")
     assert "required: RUN" in refused(capsys)
     study = make_comparison(tmp_path / "study")
-    assert "a comparison is reported alone" in refused(capsys, study, tmp_path / "runs/first")
+    assert "a comparison cannot be combined with others" in refused(capsys, study, tmp_path / "runs/first")
     write_json(study / "comparison.json", {"format": 7, "arms": [], "runs": [], "table": [], "seeds": []})
     assert "format 7" in refused(capsys, study)
 

@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scu_trainer.cli.evaluation import retain
-from scu_trainer.cli.evaluation.retain import RETAIN_FILE, _halves
+from scu_trainer.cli.evaluation.retain import RETAIN_FILE, _split_in_halves
 from scu_trainer.cli.main import main as cli
 from scu_trainer.errors import DataError
 from tests import tiny
@@ -109,11 +109,11 @@ def test_the_base_is_left_where_nothing_fits(adapter, anchor, tmp_path, capsys):
 
 
 def test_the_halves_share_no_document_and_are_drawn_by_the_seed():
-    deciding, judging = _halves(25, 0)
+    deciding, judging = _split_in_halves(25, 0)
     assert sorted([*deciding, *judging]) == list(range(25)) and len(deciding) == 12
-    assert list(_halves(25, 0)[0]) == list(deciding) != list(_halves(25, 1)[0])
+    assert list(_split_in_halves(25, 0)[0]) == list(deciding) != list(_split_in_halves(25, 1)[0])
     with pytest.raises(DataError, match=r"the anchor has 7 documents.*give 8 or more"):
-        _halves(7, 0)
+        _split_in_halves(7, 0)
 
 
 @pytest.mark.parametrize(

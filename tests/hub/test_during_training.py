@@ -121,7 +121,7 @@ def test_a_push_that_fails_is_told_and_costs_the_run_nothing(pushed):
 def test_what_the_hub_will_not_take_is_told_before_anything_is_loaded(pushed):
     assert json.loads(pushed.done.stdout.splitlines()[-1]) == [0] * len(RUNS) + [2] * len(REFUSED)
     refusals = [
-        line for line in pushed.done.stderr.splitlines() if "push_to_hub is on, and nothing was trained" in line
+        line for line in pushed.done.stderr.splitlines() if "push_to_hub would fail, so nothing was trained" in line
     ]
     told = ("me/public already exists and is public", "does not accept the token", "the token holds a space")
     assert len(refusals) == len(told) and all(text in line for text, line in zip(told, refusals, strict=True))

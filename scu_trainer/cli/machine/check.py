@@ -1,4 +1,5 @@
-"""``scu-trainer hardware check`` and ``scu-trainer train --check_requirements``: can this recipe run here?"""
+"""``scu-trainer hardware check`` and ``train --check_requirements``: checks whether a recipe can run on this
+machine."""
 
 from __future__ import annotations
 
@@ -19,17 +20,18 @@ from scu_trainer.train.run_directory.logs import run_log
 
 
 def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
-    """Print one line for each requirement of the recipe, which counts as required. Returns 2 if one is not met.
+    """Print one line for each requirement of the recipe. Returns 2 if one is not met, otherwise 0.
 
-    Raises SettingsError for a recipe that cannot be read, or that contradicts itself where all requirements are met.
+    Raises SettingsError for a recipe that cannot be read, or, if all requirements are met, for one that contradicts
+    itself.
     """
     from scu_trainer.data import default_cache_dir
 
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        # They know the fields of a recipe, and that they are missing is then the thing to say.
+        # Without them the fields of a recipe are unknown, so only report that they are missing.
         print(render(check(Path("runs"), default_cache_dir(None))))
         return 2
-    with run_log(), switches_kept():  # what libraries say while they are loaded, as in train
+    with run_log(), switches_kept():  # for messages of libraries while they are loaded, as in train
         findings = findings_of(configuration.read_values(config, flags))
         print(render(findings))
         if not all_required_met(findings):
@@ -39,10 +41,13 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
 
 
 def render(findings: Sequence[RequirementStatus]) -> str:
-    """The findings as a table of 80 columns, without colours: it also goes into logs and bug reports."""
+    """Return the findings as a table of 80 columns without colors, because it is also used in logs and bug reports."""
     if importlib.util.find_spec("rich") is None:
-        return "\n".join(f"{_mark(finding)}: {finding.name} {finding.found}; {finding.fix}" for finding in findings)
-    rows = [[_mark(one), one.name, one.found, one.wanted if one.ok else f"{one.wanted}: {one.fix}"] for one in findings]
+        return "\n".join(f"{_status(item)}: {item.name} {item.found}; {item.fix}" for item in findings)
+    rows = [
+        [_status(item), item.name, item.found, item.wanted if item.ok else f"{item.wanted}: {item.fix}"]
+        for item in findings
+    ]
     titles = ("", "requirement", "found", "wanted, or what to do")
     table = figures_table(titles, rows, left=titles, framed=False)
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
@@ -50,31 +55,31 @@ def render(findings: Sequence[RequirementStatus]) -> str:
     return rendered(table)
 
 
-def _mark(finding: RequirementStatus) -> str:
+def _status(finding: RequirementStatus) -> str:
     if finding.ok:
         return "ok"
     return "FIX" if finding.required else "opt"
 
 
 def findings_of(values: dict[str, Any]) -> list[RequirementStatus]:
-    """``values``: every field of the command line."""
+    """Check the requirements of a recipe. ``values``: all fields of the command line."""
     from scu_trainer.data import default_cache_dir
 
     output_dir = Path(values["output_dir"]).expanduser()
-    found = check(output_dir, default_cache_dir(values["cache_dir"]), needs_of(values))
+    statuses = check(output_dir, default_cache_dir(values["cache_dir"]), needs_of(values))
     known = f"one of {', '.join(REPORTERS)}"
     unknown = [name for name in reporters_of(values) if name not in REPORTERS]
-    found += [RequirementStatus("report_to", False, name, "a known service", known) for name in unknown]
+    statuses += [RequirementStatus("report_to", False, name, "a known service", known) for name in unknown]
     name = values["model_name_or_path"]
-    return found if name is None else [*found, _model(name)]
+    return statuses if name is None else [*statuses, _check_model(name)]
 
 
-def _model(name: str) -> RequirementStatus:
+def _check_model(name: str) -> RequirementStatus:
     try:
         check_source(name)
     except ModelError as error:
         return RequirementStatus("model", False, name, "a model", str(error))
     is_here = Path(name).expanduser().is_dir()
     return RequirementStatus(
-        "model", True, name, "a model" if is_here else "a Hub id; the Hub was not asked for it", ""
+        "model", True, name, "a model" if is_here else "a Hub id; whether it exists there was not checked", ""
     )

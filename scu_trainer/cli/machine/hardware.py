@@ -1,6 +1,9 @@
-"""``scu-trainer hardware``. ``profile``: what is here; ``check``: is it enough; ``monitor``: its memory, live;
-``optimize``: room that our own leftovers take; ``recommend``, also ``plan``: ``scu-trainer plan`` by other names;
-``config``: the same, which also writes the settings for this machine."""
+"""``scu-trainer hardware``: describes, checks and watches this machine.
+
+``profile`` describes it, ``check`` checks requirements, ``monitor`` shows its memory live, ``optimize`` removes our own
+leftovers. ``recommend`` and ``plan`` are other names of ``scu-trainer plan``; ``config`` also writes the settings to a
+file.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +35,19 @@ CUDA_BUILD = "pip install a CUDA build of torch"
 
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer hardware")
-    which = "profile|check|recommend|config|monitor|optimize"
-    actions = parser.add_subparsers(dest="action", required=True, metavar=which, parser_class=Parser)
-    profile = actions.add_parser("profile", help="GPUs and who uses them, CPU, memory, disks, versions")
+    names = "profile|check|recommend|config|monitor|optimize"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=names, parser_class=Parser)
+    profile = actions.add_parser("profile", help="GPUs and the processes that use them, CPU, memory, disks, versions")
     profile.add_argument("--json", action="store_true", help="as one JSON object")
-    profile.add_argument("--no_disk_speed", action="store_true", help="write no file to measure")
+    profile.add_argument("--no_disk_speed", action="store_true", help="do not measure disks, which writes a file")
     check = actions.add_parser(
-        "check", help="versions, devices, memory, disk; with --config and flags also what that job needs"
+        "check", help="versions, devices, memory, disk; with --config and flags, also what that job needs"
     )
     check.add_argument(
         "--gpu", action="store_true", help="check only for a GPU that torch can use; exit code 2 if there is none"
     )
     check.add_argument("--config", type=recipe, help="YAML or JSON file of a job, and any flag of scu-trainer train")
-    actions.add_parser(PLANS[0], help="the same as scu-trainer plan: settings with which a job fits a machine")
+    actions.add_parser(PLANS[0], help="the same as scu-trainer plan: find settings with which a job fits a machine")
     actions.add_parser("config", help="the same, written to optimal_config.yaml (--output FILE) for --config to read")
     monitor = actions.add_parser("monitor", help="memory of the machine and its GPUs, live, and of one run")
     monitor.add_argument("run", nargs="?", metavar="RUN_OR_PID", help="directory of a run, or a process id")
@@ -54,8 +57,8 @@ def _parser() -> Parser:
     optimize = actions.add_parser("optimize", help="remove caches and leftovers of scu-trainer that nothing uses")
     optimize.add_argument("--runs", default="runs", help="folder whose runs are checked; default: runs")
     optimize.add_argument("--cache_dir", help="default: SCU_TRAINER_CACHE, or ~/.cache/scu_trainer")
-    optimize.add_argument("--keep_caches", action="store_true", help="leftovers of dead runs only")
-    optimize.add_argument("--dry_run", action="store_true", help="list, remove nothing")
+    optimize.add_argument("--keep_caches", action="store_true", help="only remove leftovers of runs that ended")
+    optimize.add_argument("--dry_run", action="store_true", help="list leftovers without removing them")
     optimize.add_argument("--yes", action="store_true", help="do not ask")
     return parser
 
@@ -96,11 +99,11 @@ def _plan(action: str, *words: str) -> int:
 def _profile(options: argparse.Namespace) -> int:
     from scu_trainer.data import default_cache_dir
 
-    found = profile((Path("runs"), default_cache_dir(None)), measure_disks=not options.no_disk_speed)
+    machine = profile((Path("runs"), default_cache_dir(None)), measure_disks=not options.no_disk_speed)
     if options.json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(asdict(machine), indent=2))
     else:
-        plain_console().print(facts_table(profile_facts(found)))
+        plain_console().print(facts_table(profile_facts(machine)))
     return 0
 
 
@@ -108,24 +111,24 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _check_gpu() -> int:
-    found = accelerators()
-    if not found:
+    gpus = accelerators()
+    if not gpus:
         on_cpu = "scu-trainer train --use_cpu true"
-        raise RequirementError(f"no GPU that torch can use: {_why_none()}. Training on the CPU: {on_cpu}")
-    for item in found:
+        raise RequirementError(f"no GPU that torch can use: {_reason_for_no_gpu()}. Training on the CPU: {on_cpu}")
+    for item in gpus:
         print(f"{device_name(item)}: {gib(item.free_bytes)} free of {gib(item.total_bytes)}; {_abilities(item)}")
     return 0
 
 
-def _why_none() -> str:
+def _reason_for_no_gpu() -> str:
     version = installed_version("torch")
     if version is None:
         return "torch is not installed (pip install torch)"
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is a CPU build; with a card in this machine, {CUDA_BUILD}"
-    return f"torch {torch.__version__} is built for one but sees no card; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return f"torch {torch.__version__} is a CPU build; if this machine has a GPU, {CUDA_BUILD}"
+    return f"torch {torch.__version__} is built for GPUs but sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _abilities(item: Accelerator) -> str:
@@ -164,7 +167,7 @@ def _monitor(options: argparse.Namespace) -> int:
                 elif not only_rows:  # a pipe or a log: one line for each reading
                     console.print(plain(last), soft_wrap=True)
     except KeyboardInterrupt:
-        pass  # how one leaves a monitor
+        pass  # Ctrl-C is the usual way to leave a monitor
     if shows and last is not None:
         console.print(screen(last))
     if target is not None and not target.is_alive:

@@ -1,4 +1,4 @@
-"""``scu-trainer hardware optimize``: list what of ours takes room and is used by nobody; remove it on request."""
+"""``scu-trainer hardware optimize``: lists files of scu-trainer that nothing uses, and removes them on request."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ CACHE_KINDS = (
     "base", "datasets", "documents", "embedded", "images", "mixtures", "sampled", "sensors", "texts", "tokenized",
     "tokenizer", "words",
 )  # fmt: skip
-"""Folders of the cache. ``datasets`` are downloads from the Hub, ``base`` takes a minute or two to make again."""
+"""Folders of the cache. ``datasets`` holds downloads from the Hub; ``base`` takes a minute or two to rebuild."""
 
 
 def optimize(options: argparse.Namespace) -> int:
-    """List, ask, remove, and say what that freed, by our count and by the file system's."""
+    """List leftovers, ask, remove them, and print how much that freed, by our own count and by that of the file
+    system."""
     if options.runs != "runs" and not Path(options.runs).expanduser().is_dir():
         raise SettingsError(f"--runs {options.runs} is not a folder; give the one that holds the runs")
-    found = list(find(options))
-    free = [item for item in found if item.used_by is None]
-    _say_what_stays([item for item in found if item.used_by is not None])
+    leftovers = list(find(options))
+    free = [item for item in leftovers if item.used_by is None]
+    _print_kept([item for item in leftovers if item.used_by is not None])
     if not free:
-        print("0 bytes: nothing can be freed now" if found else "0 bytes: scu-trainer has nothing to free")
+        print("0 bytes: nothing can be freed now" if leftovers else "0 bytes: scu-trainer has nothing to free")
         return 0
     for item in free:
         print(f"free   {readable(item.size_bytes):>10}  {item.kind}: {item.path}")
@@ -53,14 +54,14 @@ def optimize(options: argparse.Namespace) -> int:
     if options.dry_run:
         print("nothing was removed; run it without --dry_run to remove it")
         return 0
-    if not (options.yes or _agreed()):
+    if not (options.yes or _user_agrees()):
         print("nothing was removed; to remove it: scu-trainer hardware optimize --yes")
         return 0
-    return _remove(free)
+    return _remove_all(free)
 
 
-def _say_what_stays(items: Sequence[Leftover]) -> None:
-    """One line for each kind and reason."""
+def _print_kept(items: Sequence[Leftover]) -> None:
+    """Print one line for each kind of leftover that stays, and for each reason."""
     groups: dict[tuple[str, Optional[str]], list[Leftover]] = {}
     for item in items:
         groups.setdefault((item.kind, item.used_by), []).append(item)
@@ -70,7 +71,7 @@ def _say_what_stays(items: Sequence[Leftover]) -> None:
         print(f"stays  {size:>10}  {kind}: {where}: {used_by}")
 
 
-def _agreed() -> bool:
+def _user_agrees() -> bool:
     if not sys.stdin.isatty():
         return False
     with contextlib.suppress(EOFError):
@@ -78,22 +79,22 @@ def _agreed() -> bool:
     return False
 
 
-def _remove(items: Sequence[Leftover]) -> int:
+def _remove_all(items: Sequence[Leftover]) -> int:
     disks = {os.stat(item.folder).st_dev: item.folder for item in items}
     before = {device: free_bytes(folder) for device, folder in disks.items()}
     freed, failed = 0, False
     for item in items:
         try:
-            bytes_here = remove(item)
+            item_bytes = remove(item)
         except InUse as error:
-            print(f"stays  {item.path}: {error} by now")
+            print(f"stays  {item.path}: {error} now")
             continue
         except StorageError as error:
             print(f"stays  {error}", file=sys.stderr)
             failed = True
             continue
-        freed += bytes_here
-        print(f"freed  {readable(bytes_here):>10}  {item.path}")
+        freed += item_bytes
+        print(f"freed  {readable(item_bytes):>10}  {item.path}")
     print(f"freed  {freed:,} bytes in all")
     for device, folder in disks.items():
         gained = free_bytes(folder) - before[device]
@@ -101,28 +102,28 @@ def _remove(items: Sequence[Leftover]) -> int:
     return 2 if failed else 0
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
+# -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
 def find(options: argparse.Namespace) -> Iterator[Leftover]:
-    """Everything of ours, used or not."""
+    """Yield all leftovers and caches of scu-trainer, whether they are in use or not."""
     from scu_trainer.data.store import default_cache_dir
     from scu_trainer.models.loading.offload_folder import MARKER, OURS
 
-    who, runs = users(), Path(options.runs).expanduser()
+    in_use, runs = users(), Path(options.runs).expanduser()
     if not options.keep_caches:
-        yield from cached(default_cache_dir(options.cache_dir), CACHE_KINDS, who)
-    yield from scratch(Path(tempfile.gettempdir()), SCRATCH, who)
-    yield from build_locks(_extension_folders(), who)
+        yield from cached(default_cache_dir(options.cache_dir), CACHE_KINDS, in_use)
+    yield from scratch(Path(tempfile.gettempdir()), SCRATCH, in_use)
+    yield from build_locks(_extension_folders(), in_use)
     yield from offloaded(_offload_folders(runs), OURS, MARKER)
     for run in _runs(runs):
         yield from _unfinished_checkpoints(run)
 
 
 def _extension_folders() -> list[Path]:
-    """Where builds are put that our runs start; those of other programs in the home are not ours."""
-    named = [os.environ.get("TORCH_EXTENSIONS_DIR"), str(Path(sys.prefix) / "torch_extensions")]
-    return sorted({Path(name) for name in named if name and Path(name).is_dir()})
+    """Return the folders into which our runs build extensions, but not those of other programs in the home folder."""
+    candidates = [os.environ.get("TORCH_EXTENSIONS_DIR"), str(Path(sys.prefix) / "torch_extensions")]
+    return sorted({Path(name) for name in candidates if name and Path(name).is_dir()})
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -130,18 +131,19 @@ def _runs(folder: Path) -> list[Path]:
 
 
 def _offload_folders(runs: Path) -> list[Path]:
-    """Those that runs were given, and the one of the recipes."""
-    found = {runs / "offload"}
+    """Return the offload folders that runs were configured with, and the one that the recipes use."""
+    folders = {runs / "offload"}
     for run in _runs(runs):
-        with contextlib.suppress(StorageError):  # torn, or not yet written
+        with contextlib.suppress(StorageError):  # the file is torn or not written yet
             settings = read_json(run / "training_config.json")["configuration"]
             names = (settings.get(name) for name in ("offload_folder", "offload_linears_folder"))
-            found |= {Path(name).expanduser() for name in names if name}
-    return sorted({path.resolve() for path in found if path.is_dir()})
+            folders |= {Path(name).expanduser() for name in names if name}
+    return sorted({path.resolve() for path in folders if path.is_dir()})
 
 
 def _unfinished_checkpoints(run: Path) -> Iterator[Leftover]:
-    """What a killed run was writing. One that is whole and lacks only its name stays: the next start gives it that."""
+    """Yield the checkpoints that a killed run left unfinished. A complete one that only lacks its final name is kept,
+    because the next start renames it."""
     from scu_trainer.train.checkpoints.format import OURS, STAGING, fault_of_files, has_manifest
 
     for path in sorted(run.glob(f"{STAGING}*")):

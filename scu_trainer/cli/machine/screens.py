@@ -1,4 +1,4 @@
-"""What ``scu-trainer hardware`` shows: tables for people, lines for pipes and logs."""
+"""Output of ``scu-trainer hardware``: tables for terminals, lines for pipes and logs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-def profile_facts(found: Profile) -> Iterator[tuple[str, str]]:
-    yield "system", f"{found.system}, Python {found.python}"
-    if not found.gpus:
+def profile_facts(machine: Profile) -> Iterator[tuple[str, str]]:
+    yield "system", f"{machine.system}, Python {machine.python}"
+    if not machine.gpus:
         yield "GPU", "none that torch can use"
-    for gpu in found.gpus:
+    for gpu in machine.gpus:
         capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
         yield (
             f"{gpu.kind}:{gpu.index}",
@@ -30,27 +30,27 @@ def profile_facts(found: Profile) -> Iterator[tuple[str, str]]:
         if gpu.kind == "cuda" and gpu.users is None:
             yield "", "unknown whether anything else uses it: nvidia-smi does not report it"
         for user in gpu.users or ():
-            held = "memory unknown" if user.used_bytes is None else gib(user.used_bytes)
-            yield "", f"used by process {user.pid} ({user.name}): {held}"
-    cpu, ram = found.cpu, found.ram
+            used = "memory unknown" if user.used_bytes is None else gib(user.used_bytes)
+            yield "", f"used by process {user.pid} ({user.name}): {used}"
+    cpu, ram = machine.cpu, machine.ram
     cores = "" if cpu.cores is None else f"{cpu.cores} cores, "
     yield "CPU", f"{cpu.name} ({cpu.architecture}), {cores}{cpu.threads} threads, {cpu.usable:g} usable here"
     yield "", "instructions: " + (" ".join(cpu.features) or "none of those that matter are known")
     limit = "" if ram.limit_bytes is None else f", container limit {gib(ram.limit_bytes)}"
     yield "RAM", f"{gib(ram.available_bytes)} available of {gib(ram.total_bytes)}{limit}, swap {gib(ram.swap_bytes)}"
-    for disk in found.disks:
+    for disk in machine.disks:
         speed = disk.note if disk.write_bytes_per_s is None else f"writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
         yield "disk", f"{disk.path}: {gib(disk.free_bytes)} free of {gib(disk.total_bytes)}, {speed}"
-    here = [f"{name} {version}" for name, version in found.packages.items() if version is not None]
-    yield "packages", ", ".join(here)
-    yield "", "not installed: " + ", ".join(name for name, version in found.packages.items() if version is None)
+    installed = [f"{name} {version}" for name, version in machine.packages.items() if version is not None]
+    yield "packages", ", ".join(installed)
+    yield "", "not installed: " + ", ".join(name for name, version in machine.packages.items() if version is None)
 
 
 # -- monitor -----------------------------------------------------------------------------------------------------------
 
 
 def screen(reading: MonitorReading):
-    """For a terminal."""
+    """Return a table of memory for a terminal."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
 
@@ -63,16 +63,16 @@ def screen(reading: MonitorReading):
 
 
 def plain(reading: MonitorReading) -> str:
-    """For a pipe or a log."""
-    found = [f"{level.name} {gib(level.used_bytes)} of {gib(level.total_bytes)}" for level in reading.levels]
-    return "; ".join([*found, *(run_lines(reading.run) if reading.run is not None else ())])
+    """Return one line on memory for a pipe or a log."""
+    levels = [f"{level.name} {gib(level.used_bytes)} of {gib(level.total_bytes)}" for level in reading.levels]
+    return "; ".join([*levels, *(run_lines(reading.run) if reading.run is not None else ())])
 
 
 def run_lines(run: RunReading) -> list[str]:
-    """What a run holds, and what memory control allows it."""
+    """Return lines on the memory of a run, its progress, and its micro-batches."""
     count = counted(run.processes, "process", "processes")
-    held = f"{count}, {gib(run.rss_bytes)} resident" if run.pss_bytes is None else f"{count}, {gib(run.pss_bytes)}"
-    lines = [f"run: {held}" if run.gpu_bytes is None else f"run: {held}, GPU {gib(run.gpu_bytes)}"]
+    memory = f"{count}, {gib(run.rss_bytes)} resident" if run.pss_bytes is None else f"{count}, {gib(run.pss_bytes)}"
+    lines = [f"run: {memory}" if run.gpu_bytes is None else f"run: {memory}, GPU {gib(run.gpu_bytes)}"]
     if run.status is not None:
         step = "before its first step" if run.step is None else f"step {run.step} of {run.max_steps}"
         lines.append(f"{run.status}, {step}")

@@ -1,4 +1,4 @@
-"""``scu-trainer export``: what a run has trained, in the format of another program, read back by that program."""
+"""``scu-trainer export``: writes a trained model in the format of another program, and checks it with that program."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ FORMATS = ("safetensors", "gguf", "ollama", "onnx")
 GGUF = ("gguf", "ollama")
 
 DESCRIPTION = """\
-RUN is a run, one of its checkpoints, an adapter, a model folder, or a Hub id. An adapter goes into the
-weights of its base. The program that it is for (transformers, llama.cpp, ONNX Runtime) reads the result back, and its
-logits are compared with those of RUN on rows that the run held out; if they differ, nothing is written.
+RUN is a run, one of its checkpoints, an adapter, a model folder, or a Hub id. An adapter is merged into its
+base. The target program (transformers, llama.cpp, ONNX Runtime) reads the result back, and its logits are compared with
+those of RUN on rows that the run held out; if they differ, nothing is written.
   safetensors  a folder that from_pretrained reads
   gguf         one file for llama.cpp and programs built on it
-  ollama       the same, with a Modelfile: template, stop tokens
+  ollama       the same, with a Modelfile: chat template, stop tokens
   onnx         one graph for whole rows, for ONNX Runtime"""
 
 
 @dataclass(frozen=True)
 class ExportOptions(MergeOptions):
-    """How to write it. ``outtype``: of a GGUF file. ``converter``: folder of llama.cpp, None for the package."""
+    """How to write the export. ``outtype``: the type of a GGUF file. ``converter``: a folder of llama.cpp; None for the
+    installed package."""
 
     format: str = "safetensors"
     outtype: str = "auto"
@@ -74,7 +75,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--outtype",
-        type=_outtype,
+        type=_parse_outtype,
         metavar="{" + ",".join(gguf.OUTTYPES) + "}",
         help="type of a GGUF file, as llama.cpp names it (default: auto, 16 bits)",
     )
@@ -82,14 +83,14 @@ def _parser() -> Parser:
     parser.add_argument(
         "--converter",
         metavar="FOLDER",
-        help="a llama.cpp whose convert_hf_to_gguf.py to use, for newer families",
+        help="a llama.cpp folder with the convert_hf_to_gguf.py to use, for newer model families",
     )
     add_consent(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return parser
 
 
-def _outtype(word: str) -> str:
+def _parse_outtype(word: str) -> str:
     if word not in gguf.OUTTYPES:
         raise argparse.ArgumentTypeError(
             f"{word!r} is none of {', '.join(gguf.OUTTYPES)}{nearest(word, gguf.OUTTYPES)}; smaller types are made "
@@ -114,10 +115,10 @@ def _options(typed: argparse.Namespace) -> ExportOptions:
     require_size(typed.max_shard_size)
     for flag in ("outtype", "converter"):
         if getattr(typed, flag) is not None and typed.to not in GGUF:
-            raise SettingsError(f"--{flag} is for GGUF files, and --to is {typed.to}; leave it out, or give --to gguf")
+            raise SettingsError(f"--{flag} is for GGUF files, but --to is {typed.to}; leave it out, or give --to gguf")
     converter = Path(typed.converter).expanduser().absolute() if typed.converter else None
-    same = {name: getattr(typed, name) for name in ("dtype", "max_shard_size", "trust_remote_code", "allow_pickle")}
-    return ExportOptions(format=typed.to, outtype=typed.outtype or "auto", converter=converter, **same)
+    shared = {name: getattr(typed, name) for name in ("dtype", "max_shard_size", "trust_remote_code", "allow_pickle")}
+    return ExportOptions(format=typed.to, outtype=typed.outtype or "auto", converter=converter, **shared)
 
 
 def screen(facts: dict[str, Any]) -> str:
@@ -137,23 +138,23 @@ def screen(facts: dict[str, Any]) -> str:
 
 
 def _files(sizes: dict[str, int]) -> list[str]:
-    """The large ones by name."""
+    """Return a line for each large file, and the number of smaller ones."""
     large = {name: size for name, size in sizes.items() if size >= max(sizes.values()) / 20}
-    others = f"  and {len(sizes) - len(large)} smaller" if len(sizes) > len(large) else ""
+    remainder = f"  and {len(sizes) - len(large)} smaller" if len(sizes) > len(large) else ""
     lines = [f"  {name}  {readable(size)}" for name, size in large.items()]
-    return [*lines[:-1], lines[-1] + others]
+    return [*lines[:-1], lines[-1] + remainder]
 
 
 # -- exporting ---------------------------------------------------------------------------------------------------------
 
 
 def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, Any]:
-    """Write ``output`` and return what scu_export.json holds. Raises a UserError before anything is loaded where it
-    cannot work; ``output`` is there whole or not at all."""
+    """Write ``output`` atomically, and return what scu_export.json holds. Raises UserError before anything is loaded if
+    the export cannot work."""
     _require_exportable(subject, options)
     require_new(output)
     subject = subject.consenting(options, device_map=None)
-    if options.format == "onnx" and options.dtype == "auto":  # ONNX Runtime, which checks it, computes so on a CPU
+    if options.format == "onnx" and options.dtype == "auto":  # as ONNX Runtime, which checks it, on a CPU
         options = replace(options, dtype="float32")
     with run_log():
         if Path(subject.source).is_dir():
@@ -167,8 +168,8 @@ def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, 
 def _require_exportable(subject: Subject, options: ExportOptions) -> None:
     if subject.task not in CLASSES:
         raise ModelError(
-            f"{subject.name} is of task: {subject.task}, whose models exist only in this project; export is for "
-            f"{' and '.join(CLASSES)}"
+            f"{subject.name} is of task: {subject.task}, and models of that task exist only in this project; export is "
+            f"for {' and '.join(CLASSES)}"
         )
     if options.format in GGUF:
         _require_gguf(subject, options.converter)
@@ -183,7 +184,7 @@ def _require_gguf(subject: Subject, converter: Optional[Path]) -> None:
 
 
 def _architecture(subject: Subject) -> str:
-    """Class of the model, from the configuration of the base alone."""
+    """Return the class of the model, read only from the configuration of the base."""
     source = Path(subject.source)
     if not is_adapter(source) and (source / "config.json").is_file():
         return (read_json(source / "config.json").get("architectures") or ["unknown"])[0]
@@ -193,12 +194,12 @@ def _architecture(subject: Subject) -> str:
 
 
 class _Exporting(Conversion):
-    """Into one of FORMATS; its facts are those of scu_export.json."""
+    """A conversion into one of ``FORMATS``. Its facts are those of scu_export.json."""
 
     options: ExportOptions
 
     def build(self, folder: Path) -> None:
-        """Everything of the export. Raises ModelError if it is another model than the run's."""
+        """Write all files of the export. Raises ModelError if the result is not the same model as that of the run."""
         with disk_reported(folder):
             {"safetensors": self._safetensors, "onnx": self._onnx}.get(self.options.format, self._gguf)(folder)
         self.facts["files"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
@@ -259,7 +260,7 @@ class _Exporting(Conversion):
     def _onnx(self, folder: Path) -> None:
         from scu_trainer.models.exports import comparison, onnx
 
-        inputs = self._floats()
+        inputs = self._model_inputs()
         onnx.write_onnx(full_weights(self.parts.model, self.dtype), inputs, folder)
         self.parts.processor.save_pretrained(folder)
         difference, tolerance = comparison.in_onnx(
@@ -269,8 +270,9 @@ class _Exporting(Conversion):
         self.facts["read_by"] = f"ONNX Runtime {importlib.metadata.version('onnxruntime')}"
         self.facts["next"] = f"onnxruntime.InferenceSession({str(Path(self._shown(), 'model.onnx'))!r})"
 
-    def _floats(self) -> dict[str, Any]:
-        """Images are bytes in training; a stock model takes what its processor makes of them."""
+    def _model_inputs(self) -> dict[str, Any]:
+        """Return the inputs of a stock model. Images are bytes in training, but a stock model takes the output of its
+        processor."""
         if self.subject.task == TEXT:
             return self.inputs
         from scu_trainer.models.vision.inputs import pixel_inputs
@@ -286,5 +288,5 @@ class _Exporting(Conversion):
         return shown(self.facts["output"])
 
     def _typed(self, file: str = "") -> str:
-        """As an argument of a command, also where it has spaces."""
+        """Return a path in the output as an argument of a command, quoted if it has spaces."""
         return shlex.quote("/".join(filter(None, (self._shown(), file))))

@@ -1,4 +1,4 @@
-"""``scu-trainer merge``: base and adapter as one model that needs nothing of ours, checked against the adapter."""
+"""``scu-trainer merge``: merges an adapter into its base, as a model for stock transformers, and checks the result."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ logger = logging.getLogger("scu_trainer")
 BYTES = {"auto": None, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 DTYPES = tuple(BYTES)
 CHECKED_ROWS, CHECKED_TOKENS = 4, 128
-ALWAYS_THERE = "python_docs"
-"""Text to check on where the data of the run are gone."""
+FALLBACK_DATASET = "python_docs"
+"""Text to check on if the data of the run are gone."""
 
 DESCRIPTION = """\
 RUN is the folder of a run, of one of its checkpoints, or of an adapter. The result is a folder that
 AutoModelForCausalLM.from_pretrained reads: full weights in safetensors files, tokenizer, generation config, card. Its
-logits are compared with those of the adapter on rows that the run held out; if they differ, nothing is written. QLoRA:
-the base is unpacked from its 4 or 8 bits and is not packed again."""
+logits are compared with those of the adapter on rows that the run held out; if they differ, nothing is written. For
+QLoRA, the base is dequantized from 4 or 8 bits, and the result is not quantized again."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,13 @@ def main(argv: list[str]) -> int:
 
 
 def output_of(typed: argparse.Namespace, subject: Subject, ending: str) -> Path:
-    """``--output``, absolute, or the default."""
+    """Return the absolute path of ``--output``, or the default."""
     return Path(typed.output).expanduser().absolute() if typed.output is not None else default_output(subject, ending)
 
 
 def default_output(subject: Subject, ending: str = MERGED) -> Path:
-    """Beside the run: ``runs/mine-merged``, ``runs/mine-checkpoint-80-merged``; of a Hub id in the folder one is in."""
+    """Return a folder next to the run: ``runs/mine-merged``, ``runs/mine-checkpoint-80-merged``. For a Hub id it is in
+    the current folder."""
     if subject.is_of_hub:
         return Path.cwd() / f"{subject.name.rpartition('/')[2]}-{ending}"
     source = Path(subject.source)
@@ -142,7 +143,7 @@ def screen(facts: dict[str, Any]) -> str:
 
 
 def shown(output: str) -> str:
-    """As one would type it here."""
+    """Return a path as the user would type it in the current folder."""
     path = Path(output)
     return no_option(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else output)
 
@@ -151,8 +152,8 @@ def shown(output: str) -> str:
 
 
 def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, Any]:
-    """Write the merged model of ``subject`` to ``output`` and return what merge.json holds. Raises a UserError before
-    anything is loaded where it cannot work; ``output`` is there whole or not at all."""
+    """Write the merged model of ``subject`` to ``output`` atomically, and return what merge.json holds. Raises
+    UserError before anything is loaded if the merge cannot work."""
     _require_adapter(subject)
     require_new(output)
     subject = subject.consenting(options, device_map=None)
@@ -168,15 +169,15 @@ def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, An
 
 
 def require_new(output: Path) -> None:
-    """Raise StorageError where something is there already, or nothing can be written."""
+    """Raise StorageError if ``output`` exists or cannot be written."""
     if output.exists():
         raise StorageError(f"{output} already exists; remove it, or give another folder with --output")
     require_writable(output.parent, "--output")
 
 
 def write_new(output: Path, build: Callable[[Path], None]) -> None:
-    """Make ``output`` by ``build(folder)``, whole or not at all. Raises StorageError where it cannot be written, or
-    another process was faster."""
+    """Create ``output`` atomically with ``build(folder)``. Raises StorageError if it cannot be written, or if another
+    process was faster."""
     from scu_trainer.data.store import built_once
 
     built: list[Path] = []
@@ -202,33 +203,33 @@ def _require_adapter(subject: Subject) -> None:
         )
     if not is_adapter(source):
         raise ModelError(
-            f"{subject.name} holds full weights and no adapter, so there is nothing to merge. Load it as it is; "
-            f"scu-trainer push sends it as it is"
+            f"{subject.name} holds full weights and no adapter, so there is nothing to merge. Load or push it as it is "
+            f"(scu-trainer push)"
         )
     if subject.task not in CLASSES:
         raise ModelError(f"{subject.name} is an adapter of task: {subject.task}; merge is for {' and '.join(CLASSES)}")
 
 
 def require_space(subject: Subject, output: Path, options: MergeOptions, beside_bytes: float = 0) -> None:
-    """Memory and disk, from the configuration of the base alone. ``beside_bytes``: of a weight in a second file that is
-    made while the first ones are there."""
+    """Raise RequirementError or StorageError if memory or disk do not suffice, judged only by the configuration of the
+    base. ``beside_bytes``: bytes per weight of a second file that is written while the first ones exist."""
     if subject.task != TEXT or subject.model.trust_remote_code:
-        return  # small, or unknown before its code has run
+        return  # small, or of unknown size before its code has run
     counts = weight_counts(subject.source)
     memory, disk = needed_bytes(counts["weights"], counts["stored_bytes"], BYTES[options.dtype])
     available = probe().ram_available_bytes
     if memory > available:
         raise RequirementError(
             f"merging {counts['weights']:,.0f} weights takes about {readable(memory)} of main memory (two "
-            f"float32 copies and the model), and {readable(available)} are free; merge on a machine with more"
+            f"float32 copies and the model), but only {readable(available)} are free; merge on a machine with more"
         )
     require_room(output.parent, disk + int(counts["weights"] * beside_bytes), "--output")
 
 
 @dataclass
 class Conversion:
-    """A model of ours on its way into a folder of full weights. ``inputs``: rows on which the logits of both are
-    compared. ``facts``: what a JSON file in that folder is to hold."""
+    """The conversion of a model into a folder of full weights. ``inputs``: rows on which the logits of both are
+    compared. ``facts``: the content of a JSON file in that folder."""
 
     subject: Subject
     options: MergeOptions
@@ -239,7 +240,7 @@ class Conversion:
 
     @classmethod
     def of(cls, subject: Subject, output: Path, options: MergeOptions, about: dict[str, Any]) -> Self:
-        """``about``: the first of its facts."""
+        """Load the model and the rows to check on. ``about``: the first facts."""
         if subject.averages is not None:
             logger.warning("%s: its weights are taken, not their moving averages (%s)", subject.name, subject.averages)
         parts, checked_on = loaded_with_rows(subject)
@@ -258,10 +259,10 @@ class Conversion:
         return cls(subject, options, parts, inputs, dtype, facts)
 
     def read_back(self, folder: Path) -> nn.Module:
-        """As stock transformers reads it. Raises ModelError if it is another model than ours."""
+        """Return the written model as stock transformers loads it. Raises ModelError if its logits differ from ours."""
         device = next(self.parts.model.parameters()).device
         model = read_back(folder, self.subject.task, device, self.options.trust_remote_code)
-        if self.subject.task != TEXT:  # pictures are bytes until the model has them
+        if self.subject.task != TEXT:  # images are bytes until the model gets them
             from scu_trainer.models.vision.models import watch_pixels
 
             watch_pixels(model, self.parts.processor)
@@ -271,7 +272,7 @@ class Conversion:
 
 
 class _Merging(Conversion):
-    """Of an adapter into its base; its facts are those of merge.json."""
+    """The merge of an adapter into its base. Its facts are those of merge.json."""
 
     def build(self, folder: Path) -> None:
         with disk_reported(folder):
@@ -296,7 +297,7 @@ def disk_reported(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except Exception as error:  # tokenizers raise nothing more narrow
+    except Exception as error:  # the tokenizers library raises nothing more specific
         if not is_write_error(error):
             raise
         raise StorageError(f"{folder.parent} cannot hold the model: {error}; {make_room()} there") from error
@@ -306,32 +307,33 @@ def disk_reported(folder: Path) -> Iterator[None]:
 
 
 def loaded_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
-    """Model and rows of the run, and whose rows they are: those that it held out, where its data are still there."""
+    """Load the model and rows, and return them with a description of the rows. They are those that the run held out, if
+    its data still exist."""
     from scu_trainer.train.job.source import Source
 
     task, seed = task_of(subject.task), split_seed(subject.run) if subject.run else 0
-    own = subject.own(subject.task)
+    task_settings = subject.own(subject.task)
     shortest = min(CHECKED_TOKENS, positions_of(subject) or CHECKED_TOKENS)
-    elsewhere = DataSettings(dataset=ALWAYS_THERE, block_size=shortest)
-    data = replace(subject.data, chat_template=None) if subject.run else elsewhere
+    fallback = DataSettings(dataset=FALLBACK_DATASET, block_size=shortest)
+    data = replace(subject.data, chat_template=None) if subject.run else fallback
     try:
-        parts = task.load_scored(Source(subject.model, data, own, seed))
+        parts = task.load_scored(Source(subject.model, data, task_settings, seed))
     except DataError as error:
-        if subject.task != TEXT or data is elsewhere:
+        if subject.task != TEXT or data is fallback:
             raise
-        print(f"the data of the run cannot be read ({error}); checked on {ALWAYS_THERE} instead", file=sys.stderr)
-        data = elsewhere
-        parts = task.load_scored(Source(subject.model, data, own, seed))
+        print(f"the data of the run cannot be read ({error}); checked on {FALLBACK_DATASET} instead", file=sys.stderr)
+        data = fallback
+        parts = task.load_scored(Source(subject.model, data, task_settings, seed))
     name = " + ".join(map(public_name, dataset_names(data.dataset)))
-    if data is elsewhere:
+    if data is fallback:
         return parts, f"{name} (comes with Python)"
     return parts, f"{name} ({'held out' if parts.data.eval is not None else 'trained on'})"
 
 
 def rows_to_check_on(parts: TrainingComponents) -> dict[str, Any]:
-    """The first rows, without their labels."""
+    """Return the inputs of the first rows, without their labels."""
     rows = parts.data.train if parts.data.eval is None else parts.data.eval
     batch = parts.collator([rows[index] for index in range(min(CHECKED_ROWS, len(rows)))])
     names = ("input_ids", "attention_mask", "pixel_values")
-    found = {name: batch[name] for name in names if name in batch}
-    return {name: value[:, :CHECKED_TOKENS] if name != "pixel_values" else value for name, value in found.items()}
+    inputs = {name: batch[name] for name in names if name in batch}
+    return {name: value[:, :CHECKED_TOKENS] if name != "pixel_values" else value for name, value in inputs.items()}

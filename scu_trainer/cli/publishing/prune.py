@@ -1,4 +1,4 @@
-"""``scu-trainer prune``: a smaller model out of a trained one, with what that costs on rows it has not learned."""
+"""``scu-trainer prune``: makes a trained model smaller, and measures the cost on rows that it has not learned."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scu_trainer")
 
 TASKS = (TEXT, "image-classification")
-WEIGHED_ROWS, ROWS_AT_ONCE = 256, 32
-"""Training rows by which units are weighed, and statistics of BatchNorm measured."""
+MEASURED_ROWS, ROWS_AT_ONCE = 256, 32
+"""Training rows on which the contribution of units and the statistics of BatchNorm are measured."""
 
 DESCRIPTION = """\
 RUN_OR_MODEL is the folder of a run with full weights, of one of its checkpoints, or of a model. The units that
-contribute least are cut out of the weights, as many in each layer: neurons of the MLPs and groups of heads of a
-language model
-built like Llama, channels of a ResNet. The result is a folder that stock transformers reads, and that you can train
-further like any model: scu-trainer train --model_name_or_path DIR --tuning full, best with --teacher RUN."""
+contribute least are removed from the weights, the same number in each layer: MLP neurons and groups of heads of a
+language model built like Llama, channels of a ResNet. The result is a folder that stock transformers reads, and that
+can be trained further like any model: scu-trainer train --model_name_or_path DIR --tuning full, best with --teacher
+RUN."""
 
 
 def _parser() -> Parser:
@@ -59,7 +59,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--output", help="folder to write (default: RUN-pruned); it must not exist yet")
     parser.add_argument(
-        "--dataset", help="for a model without a run: the data to weigh units by, a split of which is scored"
+        "--dataset", help="for a model without a run: the data to measure units on; a split of it is scored"
     )
     parser.add_argument("--block_size", type=int, help="tokens in a row of that dataset")
     parser.add_argument("--seed", type=int, help="for a model without a run: seed of that split; default: 0")
@@ -73,16 +73,18 @@ def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     if not 0 < typed.amount < 1:
         raise SettingsError(f"amount is {typed.amount:g}; allowed: above 0 and below 1, such as 0.25")
-    subject = subject_of(typed.run).consenting(typed, device_map=None, tuning="lora")  # the type of the files stays
+    subject = subject_of(typed.run).consenting(typed, device_map=None, tuning="lora")  # keeps the type of the files
     _require_prunable(subject, typed.dataset)
     if typed.seed is not None and of_its_run(subject).run is not None:
-        raise SettingsError(f"seed has no effect on {subject.name}: its run decided what was held out; drop it")
+        raise SettingsError(f"seed has no effect on {subject.name}: its run determines what is held out; drop it")
     source = Path(subject.source)
     output = source.parent / f"{source.name}-pruned" if typed.output is None else Path(typed.output)
     output = output.expanduser().absolute()
     require_new(output)
-    of_data = {name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None}
-    facts = prune(subject, output, typed.amount, typed.units, of_data, typed.seed or 0)
+    data_options = {
+        name: getattr(typed, name) for name in ("dataset", "block_size") if getattr(typed, name) is not None
+    }
+    facts = prune(subject, output, typed.amount, typed.units, data_options, typed.seed or 0)
     print(json.dumps(facts) if typed.json else screen(facts, _job_flags(subject, typed.dataset)))
     return 0
 
@@ -104,7 +106,7 @@ def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
 
 
 def _job_flags(subject: Subject, dataset: Optional[str]) -> str:
-    """With which ``train`` has the task and the data of the model."""
+    """Return the flags with which ``train`` uses the task and the data of the model."""
     flags = "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
     if subject.run is None and dataset is not None:
         return flags if subject.task == TEXT else f" --task {subject.task}{flags}"
@@ -140,17 +142,18 @@ def screen(facts: dict[str, Any], job_flags: str) -> str:
 
 
 def prune(
-    subject: Subject, output: Path, amount: float, kinds: Sequence[str], of_data: dict[str, Any], seed: int
+    subject: Subject, output: Path, amount: float, kinds: Sequence[str], data_options: dict[str, Any], seed: int
 ) -> dict[str, Any]:
-    """Write the pruned model of ``subject`` and return what prune.json holds. ``output`` is there whole or not at all.
+    """Write the pruned model of ``subject`` to ``output`` atomically, and return what prune.json holds.
 
-    What goes is the share ``amount`` of the units of these ``kinds``; () for all that the model has.
-    ``of_data``: settings of the rows, in the place of those of its run; ``seed`` of their split where it has none.
-    Raises a UserError."""
+    ``amount``: share of the units to remove. ``kinds``: kinds of units; () means all that the model has.
+    ``data_options``: data settings that override those of the run. ``seed``: seed of the split if there is no run.
+    Raises UserError.
+    """
     from scu_trainer.train.job.source import Source
 
     learned = of_its_run(subject)
-    data, seed = held_out_settings(learned, of_data, seed)
+    data, seed = held_out_settings(learned, data_options, seed)
     with run_log():
         if (lost := lost_run(learned)) is not None:
             logger.warning("%s: it may have learned some of the documents that it is scored on", lost)
@@ -160,7 +163,7 @@ def prune(
 
 
 class _Pruning:
-    """One pruning. ``facts``: what prune.json holds, once it is built."""
+    """One pruning. ``facts``: the content of prune.json, complete after ``build``."""
 
     def __init__(self, subject: Subject, amount: float, kinds: Sequence[str], source: Source, output: Path) -> None:
         self.kinds, self.source, self.task = kinds, source, task_of(subject.task)
@@ -179,19 +182,19 @@ class _Pruning:
 
         parts = self.task.load_scored(self.source)
         plan = plan_pruning(parts.model, self.facts["amount"], self.kinds)
-        before = self._scores(parts)
-        smaller = pruned(parts.model, plan, _batches(parts))
-        measure_statistics_again(smaller, ({k: v.cpu() for k, v in batch.items()} for batch in _batches(parts)))
-        write_model(smaller, parts.processor, folder, "5GB")
-        again = self.task.load_scored(
+        scores_before = self._scores(parts)
+        pruned_model = pruned(parts.model, plan, _batches(parts))
+        measure_statistics_again(pruned_model, ({k: v.cpu() for k, v in batch.items()} for batch in _batches(parts)))
+        write_model(pruned_model, parts.processor, folder, "5GB")
+        reloaded = self.task.load_scored(
             replace(self.source, model=replace(self.source.model, model_name_or_path=str(folder)))
         )
-        after = self._scores(again)
+        scores_after = self._scores(reloaded)
         self.facts |= {
             "units": plan.sizes,
-            "before": _figures(parts, before),
-            "after": _figures(again, after),
-            "change": bootstrap_difference(before, after).over(before),
+            "before": _model_figures(parts, scores_before),
+            "after": _model_figures(reloaded, scores_after),
+            "change": bootstrap_difference(scores_before, scores_after).over(scores_before),
         }
         write_json(folder / PRUNE_FILE, self.facts)
 
@@ -201,7 +204,7 @@ class _Pruning:
         return self.task.score(parts.model, parts)
 
 
-def _figures(parts: TrainingComponents, scores: DocumentScores) -> dict[str, Any]:
+def _model_figures(parts: TrainingComponents, scores: DocumentScores) -> dict[str, Any]:
     weights = list(parts.model.parameters())
     accuracy = {} if scores.correct is None else {"accuracy": scores.accuracy}
     return {
@@ -213,12 +216,12 @@ def _figures(parts: TrainingComponents, scores: DocumentScores) -> dict[str, Any
 
 
 def _batches(parts: TrainingComponents) -> Iterator[dict[str, Any]]:
-    """Of training rows, which nothing is scored on."""
+    """Yield batches of training rows, on which nothing is scored."""
     from scu_trainer.models.vision.inputs import as_seen_by
     from scu_trainer.train.evaluation.scoring import MODEL_INPUTS
 
     rows, device = parts.data.train, input_device(parts.model)
-    for start in range(0, min(WEIGHED_ROWS, len(rows)), ROWS_AT_ONCE):
+    for start in range(0, min(MEASURED_ROWS, len(rows)), ROWS_AT_ONCE):
         batch = parts.collator([rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))])
         batch = {name: batch[name].to(device) for name in (*MODEL_INPUTS, "pixel_values") if name in batch}
         yield as_seen_by(parts.model, batch)

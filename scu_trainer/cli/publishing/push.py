@@ -1,4 +1,4 @@
-"""``scu-trainer push``: a run to the Hub, as adapter or merged, with a card made of the files of the run."""
+"""``scu-trainer push``: pushes a run to the Hub, as adapter or merged, with a card made from the files of the run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from scu_trainer.secrets import remember
 
 DESCRIPTION = """\
 RUN is the folder of a finished run, of one of its checkpoints, or of a model that scu-trainer merge wrote. Push
-sends the weights, the tokenizer, a model card and the small files of results, as one commit; --dry_run shows which,
-without contacting the Hub. Checkpoints, logs, optimizer states and locks stay here."""
+sends the weights, the tokenizer, a model card and the small files with results as one commit; --dry_run lists them
+without contacting the Hub. Checkpoints, logs, optimizer states and locks are not sent."""
 
 WIDTH = 40
 
@@ -42,8 +42,8 @@ def _parser() -> Parser:
     parser.add_argument("--merged", action="store_true", help="full weights: the adapter merged into its base")
     parser.add_argument("--base_model", metavar="OWNER/NAME", help="the base of an adapter on the Hub")
     parser.add_argument("--revision", help="branch to commit to; created if it does not exist (default: main)")
-    parser.add_argument("--commit_message", help="(default: what is sent, and from which step)")
-    parser.add_argument("--token", help="better use `hf auth login` or HF_TOKEN: others can see a command line")
+    parser.add_argument("--commit_message", help="default: what is sent, and from which step")
+    parser.add_argument("--token", help="better use `hf auth login` or HF_TOKEN: others can read a command line")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_merge_options(parser.add_argument_group("with --merged, and the license"))
     return parser
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
     require_repo_id(typed.repo_id)
     require_revision(typed.revision, "--revision")
     token = None if typed.dry_run else token_for(typed.token)
-    facts, upload, license = _upload(typed)
+    facts, upload, license = _prepared_upload(typed)
     if typed.dry_run:
         print(json.dumps(_as_dict(upload, typed)) if typed.json else screen(upload, typed, license))
         return 0
@@ -71,12 +71,13 @@ def main(argv: list[str]) -> int:
         message=typed.commit_message or _message(facts),
         base_id=(typed.base_model or facts.base_id) if facts.is_adapter else None,
     )
-    print(json.dumps(sent) if typed.json else _sent_screen(sent, upload))
+    print(json.dumps(sent) if typed.json else _pushed_screen(sent, upload))
     return 0
 
 
-def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
-    """What is sent. Raises a UserError for a run that is not finished, and for what nobody could load."""
+def _prepared_upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
+    """Return the facts of the run, what to send, and the license. Raises UserError for a run that is not finished, and
+    for a model that nobody could load."""
     path = Path(typed.run).expanduser().resolve()
     refuse_name_of_run(typed.run)
     if not path.is_dir():
@@ -92,16 +93,17 @@ def _upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
         merged = _merged_folder(subject, typed)
         facts, merged = facts_of(merged)
     elif merged is not None:
-        _require_its_adapter(facts, merged)
+        _require_same_adapter(facts, merged)
     elif facts.is_adapter:
-        _require_text(facts, typed.run)
+        _require_text_task(facts, typed.run)
         require_shared_base(facts, typed.base_model)
     license = typed.license or base_license(str(merged or facts.weights)) or base_license(facts.base)
     return facts, upload_of(facts, typed.repo_id, license, typed.base_model, merged), license
 
 
-def _require_its_adapter(facts: Facts, merged: Path) -> None:
-    """The card tells of the run that lies there: it has to be the one that was merged."""
+def _require_same_adapter(facts: Facts, merged: Path) -> None:
+    """Raise HubError if the adapter is no longer the one that was merged, because the card describes the present
+    run."""
     if facts.merge.get("adapter_sha256") != adapter_hash(facts.weights):
         raise HubError(
             f"{merged} was made from an adapter that is no longer in {facts.weights}: the adapter was trained "
@@ -109,38 +111,39 @@ def _require_its_adapter(facts: Facts, merged: Path) -> None:
         )
 
 
-def _require_text(facts: Facts, name: str) -> None:
+def _require_text_task(facts: Facts, name: str) -> None:
     if facts.task != "text-generation":
         raise HubError(
-            f"{name} is an adapter of task: {facts.task}, whose base has other classes on the Hub; add --merged to "
+            f"{name} is an adapter of task: {facts.task}, and its base has other classes on the Hub; add --merged to "
             "push the full weights"
         )
 
 
 def _merged_folder(subject: Subject, typed: argparse.Namespace) -> Path:
-    """The merged weights of ``subject``: those of an earlier call if they belong to it, else made now."""
+    """Return the folder with the merged weights of ``subject``. Weights of an earlier merge are used if they belong to
+    it; otherwise they are merged now."""
     output, options = default_output(subject), merge_options(typed)
     if not output.exists():
         print(f"merging into {output}", file=sys.stderr)
         merge(subject, output, options)
         return output
     facts, merged = facts_of(output)
-    made_of = facts.merge.get("adapter_sha256")
-    is_same = merged is not None and made_of == adapter_hash(Path(subject.source))
+    merged_hash = facts.merge.get("adapter_sha256")
+    is_same = merged is not None and merged_hash == adapter_hash(Path(subject.source))
     if is_same and options.dtype in ("auto", facts.merge["dtype"]):
-        print(f"merged before, taken as it is: {output}", file=sys.stderr)
+        print(f"using the existing merge: {output}", file=sys.stderr)
         return output
-    what = "of another adapter" if not is_same else f"in {facts.merge['dtype']}"
-    raise ModelError(f"{output} already exists and holds a model {what}; remove it, or push it by its own name")
+    content = "of another adapter" if not is_same else f"in {facts.merge['dtype']}"
+    raise ModelError(f"{output} already exists and holds a model {content}; remove it, or push that folder")
 
 
 def _message(facts: Facts) -> str:
     step = facts.step or facts.metrics.get("steps")
-    what = "adapter" if facts.is_adapter else "merged model" if facts.merge else "model"
-    return f"{what} of scu-trainer" + (f", step {step}" if step else "")
+    content = "adapter" if facts.is_adapter else "merged model" if facts.merge else "model"
+    return f"{content} of scu-trainer" + (f", step {step}" if step else "")
 
 
-# -- what a person sees ------------------------------------------------------------------------------------------------
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) -> str:
@@ -149,15 +152,15 @@ def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) ->
     lines += [f"  {item.path_in_repo:<{WIDTH}} {item.size_bytes:>15,} bytes" for item in upload.items]
     total = f"{counted(len(upload.items), 'file')}, {readable(upload.size_bytes)}"
     lines += [f"  {total:<{WIDTH}} {upload.size_bytes:>15,} bytes", ""]
-    lines += _stay_lines(upload)
+    lines += _left_out_lines(upload)
     lines.append(f"license: {license or 'not stated; --license names one'}")
     if upload.edited:
         lines.append("card: README.md was edited, and is sent as it is")
     return "\n".join([*lines, "nothing was sent and the Hub was not contacted; drop --dry_run to send it"])
 
 
-def _stay_lines(upload: Upload) -> list[str]:
-    """What is not sent, by reason."""
+def _left_out_lines(upload: Upload) -> list[str]:
+    """Return lines on what is not sent, by reason."""
     reasons: dict[str, list[str]] = {}
     for name, reason in upload.left_out:
         reasons.setdefault(reason, []).append(name)
@@ -176,9 +179,9 @@ def _as_dict(upload: Upload, typed: argparse.Namespace) -> dict:
     }
 
 
-def _sent_screen(sent: dict, upload: Upload) -> str:
-    what = f"{sent['files']} files ({readable(sent['size_bytes'])})"
-    line = f"pushed {what} as one commit" if sent["is_changed"] else f"unchanged: all {what} were there"
+def _pushed_screen(sent: dict, upload: Upload) -> str:
+    files = f"{sent['files']} files ({readable(sent['size_bytes'])})"
+    line = f"pushed {files} as one commit" if sent["is_changed"] else f"unchanged: the Hub has all {files} already"
     notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
     notes += [f"stays here: {name} ({reason})" for name, reason in upload.left_out if name == CARD]
     return "\n".join([line, *notes, *sent_notes(sent), sent["url"]])

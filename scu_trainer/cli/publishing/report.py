@@ -1,4 +1,4 @@
-"""``scu-trainer report``: runs or a comparison as plots and one HTML page; ``--watch`` while they go on."""
+"""``scu-trainer report``: shows runs or a comparison as plots and one HTML page; ``--watch`` follows them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scu_trainer.runs.store import ROOT
 DESCRIPTION = """\
 Plots runs together, or a comparison that `scu-trainer compare` has
 written: one self-contained HTML page, and every plot as PNG and
-SVG for light and dark ground."""
+SVG for light and dark backgrounds."""
 
 EPILOG = """\
 RUN is a run directory, or the name of one below --root (runs); it may be
@@ -52,7 +52,7 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
     if options.watch is not None:
         return _watch(wanted, folder, options.watch, sleep)
     subjects.require_begun(wanted, folder)
-    _say(folder, _write_all(wanted, folder))
+    _print_summary(folder, _write_all(wanted, folder))
     return 0
 
 
@@ -89,9 +89,9 @@ def _seconds(text: str) -> float:
 
 
 def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
-    """The page as it stays, and every plot as files. Returns what is not drawn, with the reason."""
+    """Write the final page, and every plot as files. Returns what is not drawn, with the reason."""
     subject = wanted.read()
-    plots, repeats = plots_of(subject), _repeats(wanted, subject)
+    plots, repeats = plots_of(subject), _repeat_files(wanted, subject)
     drawn = [plot for plot in plots if plot.panels]
     names = [f"{plot.key}-{theme}.{kind}" for plot in drawn for theme in THEMES for kind in ("png", "svg")]
     names += [PAGE, *repeats]
@@ -100,7 +100,7 @@ def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
     files: dict[str, str | bytes] = dict(repeats)
     for item in drawings:
         files |= _plot_files(item)
-    files[PAGE] = html(page_of(subject, drawings, _written(), [folder / name for name in repeats]))
+    files[PAGE] = html(page_of(subject, drawings, _written_line(), [folder / name for name in repeats]))
     write_files(folder, files)
     forget_old(folder, names)
     letters = boxed_letters(drawn)
@@ -111,16 +111,16 @@ def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
 
 
 def _plot_files(item: Drawing) -> dict[str, str | bytes]:
-    """One plot as files; none where nothing is drawn."""
-    found: dict[str, str | bytes] = {}
+    """Return the files of one plot; none if nothing is drawn."""
+    files: dict[str, str | bytes] = {}
     for theme in THEMES if item.wide else ():
-        found[f"{item.plot.key}-{theme}.svg"] = in_theme(item.wide, theme, item.plot)
-        found[f"{item.plot.key}-{theme}.png"] = png(item.plot, theme)
-    return found
+        files[f"{item.plot.key}-{theme}.svg"] = in_theme(item.wide, theme, item.plot)
+        files[f"{item.plot.key}-{theme}.png"] = png(item.plot, theme)
+    return files
 
 
-def _repeats(wanted: subjects.Wanted, subject) -> dict[str, str]:
-    """The settings of each run as files that ``scu-trainer train --config`` reads."""
+def _repeat_files(wanted: subjects.Wanted, subject) -> dict[str, str]:
+    """Return the settings of each run as files that ``scu-trainer train --config`` reads."""
     if wanted.is_comparison:
         return {}
     single = len(subject) == 1
@@ -130,18 +130,18 @@ def _repeats(wanted: subjects.Wanted, subject) -> dict[str, str]:
 
 def _write_page(wanted: subjects.Wanted, folder: Path, every_s: float) -> None:
     subject = wanted.read()
-    repeats = _repeats(wanted, subject)
+    repeats = _repeat_files(wanted, subject)
     check_folder(folder, [PAGE, *repeats])
     drawings = [drawing(plot) for plot in plots_of(subject)]
-    page = page_of(subject, drawings, _written(), [folder / name for name in repeats], max(2.0, every_s))
+    page = page_of(subject, drawings, _written_line(), [folder / name for name in repeats], max(2.0, every_s))
     write_files(folder, {**repeats, PAGE: html(page)})
 
 
-def _written() -> str:
+def _written_line() -> str:
     return f"Written by scu-trainer report on {time.strftime('%Y-%m-%d at %H:%M:%S %Z')} from the files of the runs."
 
 
-def _say(folder: Path, notes: Sequence[str]) -> None:
+def _print_summary(folder: Path, notes: Sequence[str]) -> None:
     page = folder / PAGE
     print(f"report: {page} ({readable(page.stat().st_size)}, self-contained)")
     print(f"        {len(plot_files(folder))} plot files next to it: PNG and SVG, light and dark")
@@ -153,7 +153,7 @@ def _say(folder: Path, notes: Sequence[str]) -> None:
 
 
 def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
-    """Until all runs have ended, then the page as it stays; Ctrl-C leaves such a page too."""
+    """Rewrite the page until all runs have ended or Ctrl-C is pressed, then write the final page."""
     print(f"watching every {every_s:g} s until all runs have ended, Ctrl-C ends it: {folder / PAGE}", flush=True)
     for run in wanted.folders:
         if not run.exists():
@@ -167,5 +167,5 @@ def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callabl
         if not wanted.may_write(folder):
             print("no run has started yet, so there is no report")
             return 0
-    _say(folder, _write_all(wanted, folder))
+    _print_summary(folder, _write_all(wanted, folder))
     return 0

@@ -1,4 +1,4 @@
-"""The end of a training run: its model card, and the push that ``push_to_hub`` asks for."""
+"""Writes the model card at the end of a training run, and does the push that ``push_to_hub`` asks for."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ if TYPE_CHECKING:
 
 
 def refuse_useless_push(job: Job) -> None:
-    """Raise HubError, before anything is loaded, where ``push_to_hub`` would send an adapter that nobody can load."""
+    """Raise HubError, before anything is loaded, if ``push_to_hub`` would send an adapter that nobody can load."""
     if not job.training.push_to_hub or job.model.tuning == "full":
         return
     name = job.model.model_name_or_path or job.model.adapter_name_or_path
     base = None if name is None else base_of(Path(located(name)))
     if job.task.task == TEXT and base is not None and not is_local(base):
         return
-    what = "the embedded base, which each machine makes for itself" if base is None else base
+    shown_base = "the embedded base, which each machine makes for itself" if base is None else base
     raise HubError(
-        f"push_to_hub would send an adapter of {what}, and people who download it do not have that base. Drop "
+        f"push_to_hub would send an adapter of {shown_base}, but people who download it do not have that base. Drop "
         f"push_to_hub, "
         "and after training push the full weights: scu-trainer push RUN --merged --repo_id OWNER/NAME"
     )
 
 
 def require_open_hub(training: TrainingArguments) -> None:
-    """Raise HubError, before anything is loaded, where the Hub would take none of the pushes of ``push_to_hub``."""
+    """Raise HubError, before anything is loaded, if the Hub would refuse the pushes of ``push_to_hub``."""
     repo_id = training.hub_model_id or Path(training.output_dir).absolute().name
     try:
         require_revision(training.hub_revision, "hub_revision")
         require_open(repo_id, token_for(training.hub_token), bool(training.hub_private_repo))
     except HubError as error:
-        raise HubError(f"push_to_hub is on, and nothing was trained: {error}") from error
+        raise HubError(f"push_to_hub would fail, so nothing was trained: {error}") from error
 
 
 def after_training(job: Job) -> None:
-    """Write the card of a finished run and push it where that was asked for; the first rank does. Raises HubError."""
+    """Write the card of a finished run, and push the run if ``push_to_hub`` is set. Only the main process does this.
+    Raises HubError."""
     from scu_trainer.train.job.job import is_main_process
 
     run = Path(job.training.output_dir)
@@ -78,14 +79,15 @@ def _push(run: Path, training: TrainingArguments) -> None:
             base_id=facts.base_id if facts.is_adapter else None,
         )
     except HubError as error:
-        again = f"scu-trainer push {shlex.quote(no_option(run))}{_where(repo_id, training)}"
-        why = without_again(str(error))
-        raise HubError(f"trained and saved in {run}, but not pushed: {why}. When that is fixed: {again}") from error
+        retry = f"scu-trainer push {shlex.quote(no_option(run))}{_push_flags(repo_id, training)}"
+        reason = without_again(str(error))
+        raise HubError(f"trained and saved in {run}, but not pushed: {reason}. When that is fixed: {retry}") from error
     print("\n".join([f"pushed: {sent['url']}", *sent_notes(sent)]))
 
 
-def _where(repo_id: str, training: TrainingArguments) -> str:
-    """As flags of push: a repository that was to be private must not be made public by the second try."""
+def _push_flags(repo_id: str, training: TrainingArguments) -> str:
+    """Return the flags of push that repeat this push. A repository that should be private must not become public by the
+    second try."""
     owned = repo_id if "/" in repo_id else f"OWNER/{repo_id}"
     revision = f" --revision {shlex.quote(training.hub_revision)}" if training.hub_revision else ""
     return f" --repo_id {shlex.quote(owned)}{revision}{' --private' if training.hub_private_repo else ''}"
