@@ -149,7 +149,7 @@ def test_the_base_of_an_adapter_that_is_continued_with_is_the_one_that_counts(tm
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
     words = ["--push_to_hub", "true", "--adapter_name_or_path", str(tmp_path), "--output_dir", str(tmp_path / "run")]
     assert main(words) == 2
-    assert f"push_to_hub would send an adapter of {tmp_path / 'base'}, and" in capsys.readouterr().err
+    assert f"push_to_hub would send an adapter of {tmp_path / 'base'}, but" in capsys.readouterr().err
 
 
 def test_the_second_try_of_the_last_push_is_as_private_as_the_first(finished):
