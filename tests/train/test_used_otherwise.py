@@ -131,7 +131,11 @@ PEFT_SAVES = {
     "biases": (LoraConfig(bias="all"), "bias", ""),
     "no rank": (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "ia3", ""),
     "prompts": (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt", ""),
-    "their encoder": (PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "prompt", "of P_TUNING produces"),
+    "their encoder": (
+        PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        "prompt",
+        "of P_TUNING produces",
+    ),
 }
 
 

@@ -156,7 +156,7 @@ class StopCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Drop what is due at the end of an epoch: the stock loop ends an epoch that was stopped as if it were complete.
+        """Drop what is due at the end of an epoch, because the stock loop ends a stopped epoch as if it were complete.
 
         The checkpoint is already written, and the resumed run evaluates, logs and saves at the epoch's real end.
         """
