@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from scu_trainer.cli.names.command import read_other
-from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Switch
+from scu_trainer.cli.names.meaning import Alias, Meaning, NoAction, Source, Switch
 from scu_trainer.cli.names.tools import TOOLS
 from scu_trainer.errors import SettingsError
 
@@ -127,13 +127,13 @@ def keys(name: str) -> str:
 def _meaning(name: str, key: str, meant: Any) -> tuple[str, str]:
     if isinstance(meant, str):
         return "-", meant
-    if isinstance(meant, Nothing):
+    if isinstance(meant, NoAction):
         return "nothing to do", meant.why
-    if isinstance(meant, Same) and isinstance(meant.name, str):
+    if isinstance(meant, Alias) and isinstance(meant.name, str):
         return f"`{meant.name}`", ""
     if isinstance(meant, Switch):
         return ", ".join(_code(field, value) for field, value in meant.means.items()), ""
-    if key in ("dataset", "eval_dataset") and not isinstance(meant, Same):
+    if key in ("dataset", "eval_dataset") and not isinstance(meant, Alias):
         return f"`{key}`", FROM_INFO
     value = SAMPLES.get(f"{name} {key}", SAMPLES.get(key, True))
     try:

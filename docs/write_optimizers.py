@@ -11,9 +11,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from scu_trainer.hardware.optimizer_bytes import FLOAT32_BYTES, memory_of, uncounted
+from scu_trainer.hardware.optimizer_bytes import FLOAT32_BYTES, optimizer_memory_of, uncounted_state
 from scu_trainer.hardware.optimizers import OPTIMIZERS, OptimizerNeeds
-from scu_trainer.train.job.optimizer_checks import NOT_TAKEN_HERE, taken_by
+from scu_trainer.train.job.optimizer_checks import NOT_ACCEPTED, argument_names_of
 from scu_trainer.train.step.recovery.optimizer_state import FROM_THE_FIRST_GRADIENT, ONE_BY_ONE
 
 PAGE = Path(__file__).parent / "optimizers.md"
@@ -40,18 +40,18 @@ def _row(name: str, needs: OptimizerNeeds, module: Optional[str], options: str) 
 
 
 def _options(name: str) -> str:
-    return ", ".join(f"`{option}`" for option in taken_by(name) if option not in NOT_TAKEN_HERE)
+    return ", ".join(f"`{option}`" for option in argument_names_of(name) if option not in NOT_ACCEPTED)
 
 
 def _state(name: str) -> str:
     """Bytes per float32 weight."""
     if "paged" in name:
         return "moves"
-    needs = memory_of(name)
-    if uncounted(name) or "lomo" in name:
+    needs = optimizer_memory_of(name)
+    if uncounted_state(name) or "lomo" in name:
         return "by its rank" if "galore" in name or "apollo" in name else "not known"
     count = needs.copies * FLOAT32_BYTES + needs.bytes_per_weight
-    if "momentum" in taken_by(name):
+    if "momentum" in argument_names_of(name):
         return f"{count:g} ({count + FLOAT32_BYTES:g} with momentum)"
     return f"{count:g} ({2 * count:g} outside of matrices)" if name == "muon" else f"{count:g}"
 

@@ -40,7 +40,7 @@ from typing import Any, Optional
 from scu_trainer.cli.variants import rows_of
 from scu_trainer.report.comparison import text as comparison_text
 from scu_trainer.runs.studies.variant_table import BY_NAME, LOOPS
-from scu_trainer.runs.studies.variants import Outcome
+from scu_trainer.runs.studies.variants import VariantResult
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -58,23 +58,23 @@ CELLS = {"acts": "acts", "refused": "refused", "idle": "idle", "off": "off"}
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
     """Markdown by the name of the table. ``record``: content of the results file."""
-    outcomes = [Outcome(**outcome) for outcome in record["outcomes"]]
+    outcomes = [VariantResult(**outcome) for outcome in record["outcomes"]]
     return {"costs": _costs(outcomes), "loops": _loops(outcomes), "elsewhere": _elsewhere(outcomes)}
 
 
-def _costs(outcomes: list[Outcome]) -> str:
+def _costs(outcomes: list[VariantResult]) -> str:
     heads = ("path", "saves", "peak memory (ratio)", "step time ratio", "held-out bits per token")
     rows = [(f"`{row[0]}`", BY_NAME[row[0]].saves, *row[1:4]) for row in rows_of(outcomes)]
     return markdown(heads, rows)
 
 
-def _loops(outcomes: list[Outcome]) -> str:
+def _loops(outcomes: list[VariantResult]) -> str:
     ran = [outcome for outcome in outcomes if outcome.status == "ran"]
     rows = [(f"`{outcome.name}`", *(CELLS[outcome.loops[loop]] for loop in LOOPS)) for outcome in ran]
     return markdown(("path", *LOOPS), rows)
 
 
-def _elsewhere(outcomes: list[Outcome]) -> str:
+def _elsewhere(outcomes: list[VariantResult]) -> str:
     rows = [(f"`{outcome.name}`", outcome.message) for outcome in outcomes if outcome.status == "missing"]
     return markdown(("path", "not run here"), rows)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from scu_trainer.cli.main import main
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk.answers import AnswerSettings, stream
-from scu_trainer.talk.model import loaded
+from scu_trainer.talk.model import load_talker
 from scu_trainer.train.run_directory.resume import latest_run
 
 # %% [markdown]
@@ -54,6 +54,6 @@ if code := main(["train", *(f"--{name}={value}" for name, value in job.items()),
 
 # %%
 run = str(latest_run(Path("runs/animals")))
-talker = loaded(run, ModelSettings(model_name_or_path=run))
+talker = load_talker(run, ModelSettings(model_name_or_path=run))
 prompt = talker.encoded([{"role": "user", "content": "What does the duck say?"}])
 print("asked about the duck:", "".join(stream(talker, prompt, AnswerSettings(max_new_tokens=40))))

@@ -86,7 +86,7 @@ NEAR = 0.65
 """The similarity ratio of ``difflib`` from which two words count as near."""
 
 
-def nearest(name: str, allowed: Iterable[str], cutoff: float = NEAR) -> str:
+def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = NEAR) -> str:
     """Return a phrase that suggests the allowed word nearest to ``name``, such as " (did you mean 'block_size'?)".
     Returns "" if none is near, because a wrong suggestion would mislead."""
     spelled = {word.lower(): word for word in allowed}  # so that 'LoRA' matches 'lora'

@@ -29,12 +29,12 @@ def bits_of(nats: float) -> float:
     return nats / NATS_PER_BIT
 
 
-def counted(count: int, item: str, items: Optional[str] = None) -> str:
+def count_text(count: int, item: str, items: Optional[str] = None) -> str:
     """Format a count: "1 row", "2,000 rows". ``items``: the plural, if it is not ``item`` with an s."""
     return f"{count:,} {item if count == 1 else items or f'{item}s'}"
 
 
-def shown(value: Any) -> str:
+def format_setting(value: Any) -> str:
     """Format a setting for a message: as it was typed, but a computed value such as 2.727272727272727 is shortened."""
     text = str(value)
     return f"{value:g}" if isinstance(value, float) and len(text) > 12 else text
@@ -79,18 +79,18 @@ def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
     return rows
 
 
-def scored_on(metrics: Mapping[str, Any]) -> str:
+def held_out_size(metrics: Mapping[str, Any]) -> str:
     """Return how much is held out: "6 documents, 68 tokens", or for classifiers "360 images"."""
     documents, tokens = metrics.get("held_out_documents"), metrics.get("held_out_tokens")
     if not documents:
         return "nothing" if documents == 0 else "-"
-    items = counted(documents, metrics.get("item", "document"))
+    items = count_text(documents, metrics.get("item", "document"))
     if tokens is None or "held_out_accuracy_after" in metrics:
         return items
-    return f"{items}, {counted(tokens, metrics.get('unit', 'token'))}"
+    return f"{items}, {count_text(tokens, metrics.get('unit', 'token'))}"
 
 
-def best_on_the_way(metrics: Mapping[str, Any]) -> Optional[str]:
+def best_evaluation(metrics: Mapping[str, Any]) -> Optional[str]:
     """Return the best evaluation during training, or None. For classifiers it is the one with the highest accuracy."""
     best = metrics.get("best_held_out")
     if not best or best.get("bpt") is None:

@@ -45,18 +45,18 @@ def _parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(HOST if host == "localhost" else host)
 
 
-def in_address(host: str) -> str:
+def url_host(host: str) -> str:
     """Return ``host`` as it is written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
-def own_names(host: str, port: int) -> set[str]:
+def allowed_hosts(host: str, port: int) -> set[str]:
     """Return the accepted values of the Host header, such as "127.0.0.1:7860". Clients leave out the port of HTTP."""
-    names = {in_address(name) for name in ({host, HOST, "localhost"} if is_loopback(host) else {host})}
+    names = {url_host(name) for name in ({host, HOST, "localhost"} if is_loopback(host) else {host})}
     return {f"{name}:{port}" for name in names} | (names if port == PORT_OF_HTTP else set())
 
 
-def bound(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises SettingsError if the port is in use or cannot be opened."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
@@ -71,7 +71,7 @@ def bound(host: str, port: int) -> socket.socket:
     return opened
 
 
-def stranger(hosts: Collection[str], headers: Mapping[str, str], host_count: int) -> Optional[int]:
+def refusal_status(hosts: Collection[str], headers: Mapping[str, str], host_count: int) -> Optional[int]:
     """Return the status code that refuses a request which was sent to another name than ours, or came from a foreign
     page; None if the request is accepted. ``host_count``: the number of Host headers."""
     if headers.get("host", "").lower() not in hosts or host_count != 1:

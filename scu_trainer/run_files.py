@@ -126,7 +126,9 @@ def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
             raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
         if most_bytes is not None and state.st_size > most_bytes:
             raise OSError(
-                errno.EFBIG, f"it has {readable(state.st_size)}, which is too much for a file of its kind", str(path)
+                errno.EFBIG,
+                f"it has {format_bytes(state.st_size)}, which is too much for a file of its kind",
+                str(path),
             )
         return file.read()
 
@@ -282,7 +284,7 @@ def free_bytes(path: AnyPath) -> int:
     return shutil.disk_usage(nearest_existing(Path(path))).free
 
 
-def make_room() -> str:
+def free_space_hint() -> str:
     """Return what to do when a file could not be written. A limit on the file size is mentioned whenever there is one,
     because libraries lose the error number that would tell whether it was exceeded."""
     with contextlib.suppress(ImportError):  # only POSIX systems have it
@@ -298,8 +300,8 @@ def require_room(path: AnyPath, needed_bytes: int, setting: str = "output_dir") 
     free = free_bytes(path)
     if free < needed_bytes:
         raise StorageError(
-            f"{path} has {readable(free)} free, {readable(needed_bytes)} are needed; "
-            f"free {readable(needed_bytes - free)} there or set {setting} to a directory on a larger disk"
+            f"{path} has {format_bytes(free)} free, {format_bytes(needed_bytes)} are needed; "
+            f"free {format_bytes(needed_bytes - free)} there or set {setting} to a directory on a larger disk"
         )
 
 
@@ -407,7 +409,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def give_usual_mode(files: Iterable[Path]) -> None:
+def apply_umask(files: Iterable[Path]) -> None:
     """Give the safetensors among ``files`` the usual mode, which follows from the umask. Their library makes them
     readable by their owner only, but a server or a backup may run as another user. Links and files with another mode
     are left alone, because somebody chose that mode."""
@@ -438,7 +440,7 @@ def storage_error(path: AnyPath, action: str, error: OSError) -> StorageError:
     """Return a StorageError with a message for the user. ``action``: what failed at ``path``, such as "read"."""
     if _is_full(error):
         return StorageError(
-            f"the disk is full: {path} cannot be written, {readable(free_bytes(path))} are free; free some space"
+            f"the disk is full: {path} cannot be written, {format_bytes(free_bytes(path))} are free; free some space"
         )
     return StorageError(f"cannot {action} {path}: {error.strerror}; check the path and its permissions")
 
@@ -449,7 +451,7 @@ def nearest_existing(path: Path, exists: Callable[[Path], bool] = Path.exists) -
     return next(filter(exists, (path, *path.parents)))
 
 
-def found_above(name: str, folder: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:
+def resolve_from_run(name: str, folder: Path, is_wanted: Callable[[Path], bool] = Path.exists) -> str:
     """Resolve the relative path ``name``, which a file in ``folder`` holds.
 
     A run is usually started in a folder above its own, and later used from anywhere, so the folders above are searched
@@ -470,11 +472,11 @@ def _warn_found_above(name: str, path: str) -> str:
     return path
 
 
-def readable(size_bytes: float) -> str:
+def format_bytes(size_bytes: float) -> str:
     """Format a number of bytes: "1.5 GiB", "0.3 MiB"."""
     return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
 
 
-def gib(size_bytes: float) -> str:
+def format_gib(size_bytes: float) -> str:
     """Format a number of bytes in GiB, for figures in a column."""
     return f"{size_bytes / 2**30:.2f} GiB"

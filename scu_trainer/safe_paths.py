@@ -115,7 +115,7 @@ def _freed_bytes(found: os.stat_result) -> int:
     return found.st_size if is_last_name and stat.S_ISREG(found.st_mode) else 0
 
 
-def no_option(path: AnyPath) -> str:
+def safe_argument(path: AnyPath) -> str:
     """Return ``path`` with "./" in front if it begins with a dash, which commands would take for an option. Not
     quoted."""
     text = os.fspath(path)

@@ -97,13 +97,13 @@ def remember(*values: str) -> None:
 def remember_environment(environment: Optional[Mapping[str, str]] = None) -> None:
     """Remember the secrets in ``environment`` (default: that of this process), and the Hub token stored by a login."""
     environment = os.environ if environment is None else environment
-    remember(*(value for name, value in environment.items() if says_secret(name)))
+    remember(*(value for name, value in environment.items() if is_secret_name(name)))
     keys = (value for name, value in environment.items() if name.upper().endswith("KEY"))
     remember(*(value for value in keys if RANDOM_LOOKING.fullmatch(value)))
     remember(_stored_token(environment))
 
 
-def says_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Whether the name of an environment variable says that its value is secret."""
     parts = name.upper().split("_")
     is_key = "KEY" in parts and not KEY_PARTS.isdisjoint(parts)
@@ -130,7 +130,7 @@ def redact_data(data: Any) -> Any:
     return data
 
 
-def where_secret(data: Mapping[str, Any]) -> Optional[str]:
+def find_secret(data: Mapping[str, Any]) -> Optional[str]:
     """Return the first name in ``data`` with a value that holds a secret, at any depth; None if there is none."""
     return next((name for name, value in data.items() if redact_data(value) != _as_lists(value)), None)
 

@@ -24,7 +24,7 @@ def outlives_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def listening(receive: Callable[[int, Optional[FrameType]], None], closed: Callable[[], None]) -> Iterator[None]:
+def stop_signals_to(receive: Callable[[int, Optional[FrameType]], None], closed: Callable[[], None]) -> Iterator[None]:
     """Pass signals that ask to stop to ``receive`` in this context. Call ``closed`` for each of stdout and stderr that
     nobody can read any more, and drop what is written there. Must be used in the main thread."""
     numbers = [signal.SIGTERM, signal.SIGINT, *([] if outlives_terminal() else [HANGUP])]
@@ -41,7 +41,7 @@ def listening(receive: Callable[[int, Optional[FrameType]], None], closed: Calla
             signal.signal(number, handler)
 
 
-class Asked:
+class StopCounter:
     """Base class that counts how often it was asked to stop: ``listening(self._receive, self._closed)``."""
 
     asked = 0

@@ -7,11 +7,11 @@ from typing import Optional
 
 import torch
 
-from scu_trainer.models.loading.dispatch import Free, Placement
+from scu_trainer.models.loading.dispatch import FreeMemory, Placement
 from scu_trainer.models.loading.load import load_model, plan_placement, prepare_for_tuning
 from scu_trainer.settings import MemorySettings, ModelSettings
 
-ENOUGH = Free((), 2**34)
+ENOUGH = FreeMemory((), 2**34)
 
 
 def saved(model, folder: Path) -> Path:
@@ -33,7 +33,7 @@ def settings_of(folder: Path, **changes) -> ModelSettings:
     return ModelSettings(model_name_or_path=str(folder), **given)
 
 
-def planned(folder: Path, share: float, free: Free = ENOUGH, **changes) -> Optional[Placement]:
+def planned(folder: Path, share: float, free: FreeMemory = ENOUGH, **changes) -> Optional[Placement]:
     """``share`` of the weights may lie in main memory."""
     limits = MemorySettings(cpu_mem=mebibytes(share * size_bytes(folder)), offload_folder=str(folder / "offload"))
     return plan_placement(settings_of(folder, **changes), limits, free, device=torch.device("cpu"))

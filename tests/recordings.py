@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from scu_trainer.data.sensors.data import prepare_sensors
-from scu_trainer.data.sensors.format import FORMS, MANIFEST, Recording, with_time_first, write_recordings
+from scu_trainer.data.sensors.format import ARRAY_FORMATS, MANIFEST, Recording, with_time_first, write_recordings
 from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
 from scu_trainer.settings import DataSettings
@@ -58,7 +58,7 @@ def rows_of(recordings: Iterable[Recording]) -> list[dict]:
     rows = []
     for recording in recordings:
         arrays = {name: with_time_first(name, array) for name, array in recording.arrays.items()}
-        rows.append({**{name: arrays[name] for name in FORMS if name in arrays}, "labels": recording.label})
+        rows.append({**{name: arrays[name] for name in ARRAY_FORMATS if name in arrays}, "labels": recording.label})
     return rows
 
 

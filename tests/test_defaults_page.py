@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 from scu_trainer.cli.configuration import TRAINING_DEFAULTS
-from scu_trainer.cli.fields import our_parser
+from scu_trainer.cli.fields import settings_parser
 from scu_trainer.settings.tasks import KINDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "defaults.md"
@@ -35,7 +35,7 @@ def table(heading: str) -> dict[str, list[str]]:
 
 
 def test_defaults_of_every_task_are_those_of_the_code():
-    parser, shown = our_parser(TrainingArguments), table("Of every task")
+    parser, shown = settings_parser(TrainingArguments), table("Of every task")
     stock = {item.name: item.default for item in fields(TrainingArguments)}
     ours = {name: TRAINING_DEFAULTS.get(name, parser.get_default(name)) for name in shown}
     assert {name: cells[0] for name, cells in shown.items()} == {name: str(value) for name, value in ours.items()}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from scu_trainer.figures import UNITS, before_and_after, best_on_the_way, bits_of
+from scu_trainer.figures import UNITS, before_and_after, best_evaluation, bits_of
 from scu_trainer.settings.tasks import KINDS
 
 
@@ -65,9 +65,9 @@ def test_of_a_mixture_and_of_reports():
 def test_the_best_on_the_way_of_a_classifier_is_its_accuracy():
     """That is what it was chosen by: its bits may be higher than those of the end."""
     best = {"step": 8, "bpt": 3.2}
-    assert best_on_the_way({"best_held_out": best}) == "3.200 bits per token at step 8"
-    assert best_on_the_way({"best_held_out": {**best, "accuracy": 0.75}, "unit": "label"}) == "accuracy 75.0% at step 8"
-    assert best_on_the_way({"best_held_out": None}) is None
+    assert best_evaluation({"best_held_out": best}) == "3.200 bits per token at step 8"
+    assert best_evaluation({"best_held_out": {**best, "accuracy": 0.75}, "unit": "label"}) == "accuracy 75.0% at step 8"
+    assert best_evaluation({"best_held_out": None}) is None
 
 
 @pytest.mark.parametrize("bits", [None, math.inf, math.nan, 5000.0])

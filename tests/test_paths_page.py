@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scu_trainer.runs.studies.variant_table import BY_NAME, LOOPS
-from scu_trainer.runs.studies.variants import Outcome, broken_promises
+from scu_trainer.runs.studies.variants import VariantResult, find_violations
 
 ROOT = Path(__file__).parents[1]
 
@@ -34,7 +34,7 @@ def test_a_changed_result_changes_the_page(tables, record):
 
 def test_every_path_is_in_the_results_and_kept_its_promises(record):
     assert [outcome["name"] for outcome in record["outcomes"]] == list(BY_NAME)
-    assert broken_promises([Outcome(**outcome) for outcome in record["outcomes"]]) == []
+    assert find_violations([VariantResult(**outcome) for outcome in record["outcomes"]]) == []
     for outcome in record["outcomes"]:
         variant = BY_NAME[outcome["name"]]
         if outcome["status"] == "missing":

@@ -19,8 +19,8 @@ from scu_trainer.errors import StorageError
 from scu_trainer.run_files import (
     History,
     RunStatus,
+    apply_umask,
     free_bytes,
-    give_usual_mode,
     read_json,
     read_rows,
     require_room,
@@ -374,7 +374,7 @@ def test_weights_may_be_read_by_those_who_may_read_the_other_files(tmp_path, mas
     try:
         save_file({"a": numpy.zeros(2)}, weights)
         other.touch()
-        give_usual_mode(tmp_path.iterdir())
+        apply_umask(tmp_path.iterdir())
         assert os.umask(mask) == mask, "the umask stays"
     finally:
         os.umask(before)
@@ -390,5 +390,5 @@ def test_weights_whose_mode_somebody_chose_keep_it(tmp_path):
     for name in ("read_only", "group"):
         (tmp_path / name).rename(tmp_path / "weights" / f"{name}.safetensors")
     (tmp_path / "weights" / "linked.safetensors").symlink_to(tmp_path / "linked")
-    give_usual_mode((tmp_path / "weights").iterdir())
+    apply_umask((tmp_path / "weights").iterdir())
     assert {name: (tmp_path / "weights" / f"{name}.safetensors").stat().st_mode & 0o777 for name in modes} == modes

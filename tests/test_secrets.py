@@ -22,7 +22,7 @@ from scu_trainer.cli import train
 from scu_trainer.cli.main import guarded
 from scu_trainer.errors import DataError
 from scu_trainer.run_files import History, RunStatus, write_json, write_text
-from scu_trainer.secrets import HIDDEN, Secret, redact, redact_data, remember, remember_environment, where_secret
+from scu_trainer.secrets import HIDDEN, Secret, find_secret, redact, redact_data, remember, remember_environment
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
@@ -102,7 +102,7 @@ def test_hashes_paths_and_words_stay(text):
     ],
 )
 def test_names_say_what_is_secret(name, is_secret):
-    assert secrets.says_secret(name) is is_secret
+    assert secrets.is_secret_name(name) is is_secret
 
 
 def test_known_values_are_hidden_wherever_they_stand(tmp_path):
@@ -148,7 +148,7 @@ def test_nested_data_are_hidden_under_their_names():
         "steps": [1, 2],
     }
     assert data["comet"]["api_key"] == "whatever"
-    assert (where_secret(data), where_secret({"a": (1, 2), "b": {"c": ["d"]}})) == ("comet", None)
+    assert (find_secret(data), find_secret({"a": (1, 2), "b": {"c": ["d"]}})) == ("comet", None)
 
 
 def test_a_secret_works_and_is_in_no_copy_on_disk():

@@ -11,12 +11,12 @@ def make_what_is_kept() -> None:
     from transformers import TrainingArguments
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from scu_trainer.cli.fields import our_parser
+    from scu_trainer.cli.fields import settings_parser
     from scu_trainer.cli.names.known import known_names, stock_fields
 
     get_checkpoint_conversion_mapping("llama")
     known_names(), stock_fields()
-    our_parser(TrainingArguments)
+    settings_parser(TrainingArguments)
 
     # The name of the method that calls. torchrun asks for it at every look at its rendezvous, by inspect.stack, which
     # reads sources and walks over all modules that are loaded: most of its time in a process that has imported all.

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.lib.memory_work import PAD
-from scu_trainer.models.quantize import prepare_quantized, quantization_config, skeleton_of
+from scu_trainer.models.quantize import meta_model, prepare_quantized, quantization_config
 from scu_trainer.settings import ModelSettings
 from scu_trainer.train.loops.flops import count_flops
 
@@ -76,7 +76,7 @@ class CardShape:
 
     def _packed(self, model: LlamaForCausalLM) -> LlamaForCausalLM:
         """Quantize the weights to 4 bits, by loading them from a folder, and prepare them as our commands do."""
-        packing = quantization_config(ModelSettings(tuning="qlora"), skeleton_of(self.config()), torch.bfloat16)
+        packing = quantization_config(ModelSettings(tuning="qlora"), meta_model(self.config()), torch.bfloat16)
         packed = LlamaForCausalLM.from_pretrained(
             None,
             config=self.config(),

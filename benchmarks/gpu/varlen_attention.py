@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from scu_trainer.train.loss.rows.padding_free import in_one_type, varlen_kernel
+from scu_trainer.train.loss.rows.padding_free import cast_to_autocast_type, varlen_kernel
 
 NAME = "torch_varlen"
 
@@ -31,7 +31,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention. Shapes: query (1, heads, tokens, size), key and value (1, their heads, tokens, size), result
     (1, tokens, heads, size)."""
-    query, key, value = in_one_type(query, key, value)
+    query, key, value = cast_to_autocast_type(query, key, value)
     if cu_seq_lens_q is None:
         made = scaled_dot_product_attention(
             query, key, value, is_causal=query.size(2) > 1, scale=scaling, enable_gqa=query.size(1) != key.size(1)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import httpx
 
 from benchmarks.lib.common import command_line, write_result
-from scu_trainer.board.acts import Acts
+from scu_trainer.board.acts import RunActions
 from scu_trainer.board.app import Board
 from tests.report.made_runs import make_run
 
@@ -50,8 +50,10 @@ def seconds(board: Board, path: str) -> float:
 
 
 def measure(root: Path, runs: int) -> dict[str, float]:
-    first = [seconds(Board(root, Acts([], None)), "/") for _ in range(REPEATS)]  # a new board, with an empty cache
-    board = Board(root, Acts([], None))
+    first = [
+        seconds(Board(root, RunActions([], None)), "/") for _ in range(REPEATS)
+    ]  # a new board, with an empty cache
+    board = Board(root, RunActions([], None))
     seconds(board, "/")
     again, changed = [], []
     for _ in range(REPEATS):

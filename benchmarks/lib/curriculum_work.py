@@ -29,7 +29,7 @@ from scu_trainer import SCUTrainer
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.data.embedded import read_embedded
 from scu_trainer.data.samplers import CurriculumSampler
-from scu_trainer.data.store import built_once, digest_of
+from scu_trainer.data.store import build_once, digest_of
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.train.evaluation.scoring import score_documents
 
@@ -122,7 +122,7 @@ def text_base() -> Path:
     """Return the folder of the base of all text runs. It is pre-trained once on the embedded Python documentation, then
     cached."""
     recipe = [TEXT[name] for name in ("hidden", "layers", "base_steps", "base_rate")]
-    return built_once(default_cache_dir(None) / "base" / f"curriculum-{digest_of(1, recipe)[:12]}", _pretrain)
+    return build_once(default_cache_dir(None) / "base" / f"curriculum-{digest_of(1, recipe)[:12]}", _pretrain)
 
 
 def _pretrain(folder: Path) -> None:

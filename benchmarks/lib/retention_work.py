@@ -19,8 +19,8 @@ from benchmarks.lib.common import collator, embedded_data, quiet, scratch_argume
 from scu_trainer import SCUTrainer
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.data.embedded import read_embedded
-from scu_trainer.data.store import built_once, digest_of
-from scu_trainer.data.text.anchor import Anchor, read_anchor, spread
+from scu_trainer.data.store import build_once, digest_of
+from scu_trainer.data.text.anchor import Anchor, read_anchor, round_robin_rows
 from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.train.loop import Loop
@@ -100,7 +100,7 @@ def _file(name: str, count: int) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(lines))
 
     folder = default_cache_dir(None) / "study" / f"{name}-{count}-{FORMAT}"
-    return built_once(folder, write) / f"{name}.jsonl"
+    return build_once(folder, write) / f"{name}.jsonl"
 
 
 def anchor_of(known: str, new: str, seed: int, sampled: Optional[nn.Module] = None) -> Anchor:
@@ -120,7 +120,7 @@ def anchor_of(known: str, new: str, seed: int, sampled: Optional[nn.Module] = No
 
 def some(rows: Any, count: int) -> Any:
     """Return at most ``count`` rows, from as many documents as possible."""
-    return rows.select(numpy.sort(spread(numpy.asarray(rows["document"]))[:count]))
+    return rows.select(numpy.sort(round_robin_rows(numpy.asarray(rows["document"]))[:count]))
 
 
 # -- bases -------------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def base(text: str, size: str) -> Path:
     """Return the folder of a Llama pre-trained on ``text``, which is trained at the first call."""
     shape, cache = SIZES[size], default_cache_dir(None)
     recipe = [FORMAT, shape, TEXTS[text], BASE_ROWS, BASE_BLOCK, torch.__version__]
-    return built_once(
+    return build_once(
         cache / "study" / f"{text}-{size}-{digest_of(recipe)[:12]}", lambda new: _pretrain(new, text, size)
     )
 

@@ -125,7 +125,7 @@ class Stopwatch:
 TRACKING = (
     (RowLossReading, "rows"),
     (model_loss, "row_losses"),
-    (Deliveries, "pass_on"),
+    (Deliveries, "cut_and_count"),
     *((CurriculumLoop, name) for name in ("see", "gather", "end_epoch", "begin_epoch", "found")),
 )
 

@@ -21,7 +21,7 @@ import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
 from transformers import GraniteMoeHybridConfig
 
 from scu_trainer.cli import main as cli
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 
 CARDS = ("RTX 4090", "A100 40GB", "RTX 3080", "T4")
 RECIPE = Path(__file__).parents[2] / "recipes" / "granite.yaml"
@@ -80,7 +80,7 @@ def line(report: dict) -> str:
         return f"| {report['machine']} | nothing fits | | |"
     changes = " ".join(f"`--{name} {str(value).lower()}`" for name, value in settings.items()) or "nothing"
     rows = f"{fits['rows_per_chunk']} x {fits['tokens_per_row']}"
-    return f"| {report['machine']} | {changes} | {rows} | {readable(fits['peak_bytes'])} |"
+    return f"| {report['machine']} | {changes} | {rows} | {format_bytes(fits['peak_bytes'])} |"
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import cookie_parser
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-from scu_trainer.listening import FOREIGN_HOST, FOREIGN_ORIGIN, is_same_secret, stranger
+from scu_trainer.listening import FOREIGN_HOST, FOREIGN_ORIGIN, is_same_secret, refusal_status
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:; "
@@ -57,7 +57,7 @@ class Guard:
 
     def _refusal_or_redirect(self, scope: Any, headers: Headers) -> Optional[Response]:
         """Return the response to send instead of the page; None if the request may see it."""
-        code = stranger(self._hosts, headers, len(headers.getlist("host")))
+        code = refusal_status(self._hosts, headers, len(headers.getlist("host")))
         if code is not None:
             return _refusal(STRANGERS[code], code)
         if self._is_token(headers.get("authorization", "").removeprefix("Bearer ")):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.runs import control
-from scu_trainer.runs.control import Hands
+from scu_trainer.runs.control import RunBackend
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, check_name
 
@@ -23,12 +23,12 @@ name. The command line provides this function, because it parses the flags."""
 
 
 @dataclass
-class Acts:
+class RunActions:
     """Actions on runs. ``configurations``: configuration files, and folders of them, from which runs may be started."""
 
     configurations: Sequence[Path]
     begin: Start
-    hands: Hands = field(default_factory=Hands)
+    hands: RunBackend = field(default_factory=RunBackend)
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
     # Needed because the locks of runs exclude other processes, but not other threads of this process.
 

@@ -16,9 +16,9 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 
 from scu_trainer.board import learned, one
-from scu_trainer.board.acts import Acts
+from scu_trainer.board.acts import RunActions
 from scu_trainer.board.folders import NoSuchRun, can_answer, run_below, runs_below
-from scu_trainer.board.listing import Listing, look_at, mood, started
+from scu_trainer.board.listing import Listing, pill_class, report_or_unreadable, started
 from scu_trainer.board.render import STATIC, address, html_response, show, static
 from scu_trainer.errors import SettingsError, UserError
 from scu_trainer.report.page import html
@@ -48,7 +48,7 @@ class Board:
     """The pages and their shared state. ``answer``: takes the folder of a model and the messages so far, and yields
     pieces of the answer."""
 
-    def __init__(self, root: Path, acts: Acts, answer: Answer) -> None:
+    def __init__(self, root: Path, acts: RunActions, answer: Answer) -> None:
         self.root, self.acts, self.answer = root, acts, answer
         self.listing, self.pages = Listing(root, acts.hands.machine), one.Pages()
         self._learned: dict[Path, str] = {}
@@ -84,7 +84,7 @@ class Board:
 
         return show(
             "list.html", choice=choice, asked=asked, root=str(self.root), page_address=page_address, words=words,
-            mood=mood, started=started,
+            mood=pill_class, started=started,
         )  # fmt: skip
 
     # -- one run -------------------------------------------------------------------------------------------------------
@@ -93,10 +93,10 @@ class Board:
         return self._run_page(run_below(self.root, request.path_params["name"]))
 
     def _run_page(self, run: Run, error: str = "", code: int = 200) -> Response:
-        found = look_at(run, self.acts.hands.machine)
+        found = report_or_unreadable(run, self.acts.hands.machine)
         facts = list(words.facts(found)) if found.state.status != "unreadable" else [("status", found.state.detail)]
         return show(
-            "run.html", code, run=run, found=found, facts=facts, mood=mood(found.state.status), error=error,
+            "run.html", code, run=run, found=found, facts=facts, mood=pill_class(found.state.status), error=error,
             page=self.pages.page(found), log="\n".join(one.log_lines(run)), is_ours=found.record is not None,
         )  # fmt: skip
 
@@ -116,7 +116,7 @@ class Board:
 
     def report(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])
-        return _standalone(html(self.pages.page(look_at(run, self.acts.hands.machine))))
+        return _standalone(html(self.pages.page(report_or_unreadable(run, self.acts.hands.machine))))
 
     def learned(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])

@@ -46,7 +46,7 @@ def can_answer(run: Run) -> bool:
     return any(os.path.isfile(run.path / name) for name in ("adapter_config.json", "config.json"))
 
 
-def signs_of(run: Run, names: Iterable[str]) -> tuple:
+def file_stamps(run: Run, names: Iterable[str]) -> tuple:
     """Return a value that changes whenever one of the run's files ``names`` does."""
     return tuple(_stamp(run.path / name) for name in names)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.board.folders import link_out, runs_below, signs_of
-from scu_trainer.report.pages import MOODS
+from scu_trainer.board.folders import file_stamps, link_out, runs_below
+from scu_trainer.report.pages import STATE_STYLES
 from scu_trainer.runs import words
 from scu_trainer.runs.process import Machine
 from scu_trainer.runs.progress import Progress
@@ -63,18 +63,18 @@ class Listing:
     def _row(self, run: Run) -> Optional[Report]:
         """Return the report of a run, from the cache if it has ended and not changed; None if its folder has been
         deleted."""
-        signs = signs_of(run, SIGNS)
+        signs = file_stamps(run, SIGNS)
         before = self._kept.get(run.name)
         if before is not None and before[0] == signs and not before[1].state.is_alive:
             return before[1]
-        row = look_at(run, self._machine)
+        row = report_or_unreadable(run, self._machine)
         if not run.path.is_dir():
             return None
         self._kept[run.name] = (signs, row)
         return row
 
 
-def look_at(run: Run, machine: Machine) -> Report:
+def report_or_unreadable(run: Run, machine: Machine) -> Report:
     """Return ``report`` of a run, or an "unreadable" report if that fails, so that one run with broken files does not
     hide the others."""
     try:
@@ -91,9 +91,9 @@ def _unreadable(run: Run, why: str) -> Report:
     return Report(run, RunState("unreadable", why, "error"), Progress())
 
 
-def mood(status: str) -> str:
+def pill_class(status: str) -> str:
     """Return the CSS class that colours a status."""
-    return MOODS.get(status, "bad")
+    return STATE_STYLES.get(status, "bad")
 
 
 def started(row: Report) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scu_trainer.board.folders import signs_of
+from scu_trainer.board.folders import file_stamps
 from scu_trainer.report.files import (
     BEGUN,
     CONFIG_FILE,
@@ -20,7 +20,7 @@ from scu_trainer.report.files import (
 )
 from scu_trainer.report.page import Drawing, Page, Section, Table, Text, drawing
 from scu_trainer.report.pages import NOTICES, page_of, plots_of
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.monitor import log_of
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import Report
@@ -43,7 +43,7 @@ class Pages:
 
     def page(self, row: Report) -> Page:
         """Return the page of ``scu-trainer report``, with curves first, and with predicted and measured memory."""
-        signs = (row.state, *signs_of(row.run, FILES))
+        signs = (row.state, *file_stamps(row.run, FILES))
         with self._one_at_a_time:
             kept = self._kept.pop(row.run.path, None)
             if kept is None or kept[0] != signs:
@@ -81,10 +81,10 @@ def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
     estimate = files.metrics.get("memory_estimate") or {}
     predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
     if predicted and measured:
-        figures = [readable(predicted), readable(measured), f"{predicted / measured - 1:+.1%}"]
+        figures = [format_bytes(predicted), format_bytes(measured), f"{predicted / measured - 1:+.1%}"]
         return [Table(["predicted peak", "measured peak", "difference"], [figures])]
     peaks = points(files.logs, "memory/peak_bytes")[1]
-    highest = f"Highest so far: {readable(max(peaks))} (all that counts toward the limit)." if peaks else ""
+    highest = f"Highest so far: {format_bytes(max(peaks))} (all that counts toward the limit)." if peaks else ""
     why = f"Not predicted: {estimate['reason']}." if estimate.get("reason") else "Its files have no memory prediction."
     return [Text(_logged_prediction(run) or why), *([Text(highest)] if highest else [])]
 

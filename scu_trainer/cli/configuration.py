@@ -16,31 +16,31 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import yaml
 
-from scu_trainer.cli.configuration_file import InFile, checked_entries, named_as_here
+from scu_trainer.cli.configuration_file import FileEntries, checked_entries, entries_by_our_names
 from scu_trainer.cli.fields import (
     check_given_once,
     check_known,
     check_names,
     field_names,
+    flags_given_twice,
     given_names,
-    given_twice,
-    our_parser,
-    such_as,
+    number_advice,
+    settings_parser,
 )
 from scu_trainer.cli.names.known import PREFIX, known_names, stock_fields, stock_number
 from scu_trainer.cli.names.tools import as_word, hint
 from scu_trainer.cli.names.translation import as_flags, flags_of, translated
-from scu_trainer.cli.presets import fitted
+from scu_trainer.cli.presets import preset_values
 from scu_trainer.errors import RequirementError, SettingsError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC
 from scu_trainer.hardware.precision import DeviceFacts, PrecisionChoice, choose_precision, device_facts, tf32_default
 from scu_trainer.hardware.probe import has_cuda, usable_cores
 from scu_trainer.secrets import redact, redact_data
 from scu_trainer.settings import DataSettings, MemorySettings, ModelSettings, RegularizationSettings, RetentionSettings
-from scu_trainer.settings.base import check_values, plain, require, short
+from scu_trainer.settings.base import as_typed, check_values, require, short
 from scu_trainer.settings.regularization import SAMPLED
-from scu_trainer.settings.safety import SAVE_STEPS, STOCK_SAVE_STEPS, beside_early_stopping
+from scu_trainer.settings.safety import SAVE_STEPS, STOCK_SAVE_STEPS, early_stopping_values
 from scu_trainer.settings.stock import ALLOWED
 from scu_trainer.settings.tasks import TaskSettings
 
@@ -128,7 +128,7 @@ def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
 def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     """Return the fields that a file and flags set, with their values; flags win. Raises SettingsError."""
     values = read_values(config, flags)
-    in_file = [] if config is None else named_as_here(config, values).entries
+    in_file = [] if config is None else entries_by_our_names(config, values).entries
     return {
         name: values[name] for name in dict.fromkeys([*in_file, *given_names(translated(flags, values)[0], values)])
     }
@@ -148,7 +148,7 @@ def _check_early(config: str | None, flags: Sequence[str]) -> None:
     if not stock_fields():  # without them, an unknown name is found once TrainingArguments is imported
         return
     flags, _ = translated(flags, known)
-    entries = {} if config is None else named_as_here(config, known).entries
+    entries = {} if config is None else entries_by_our_names(config, known).entries
     for name in entries:
         if name not in known:  # checked first, because looking for a similar name takes a while
             raise SettingsError(f"{config}: unknown key {short(name)}{hint(name, known)}")
@@ -169,13 +169,13 @@ def _check_stock_number(name: str, value: Any) -> None:
         kind(value)
     except (TypeError, ValueError) as error:
         raise SettingsError(
-            f"--{name}: invalid {kind.__name__} value: {short(value)}{such_as(name, kind.__name__)}"
+            f"--{name}: invalid {kind.__name__} value: {short(value)}{number_advice(name, kind.__name__)}"
         ) from error
 
 
 def check_values_early(entries: Mapping[str, Any], flags: Sequence[str] = ()) -> None:
     """Check the values of our own fields, in ``entries`` and in ``flags``. Raises SettingsError."""
-    parser = our_parser()
+    parser = settings_parser()
     names = field_names(parser)
     words = as_flags({name: value for name, value in entries.items() if name in names})
     typed = parser.parse_known_args([*words, *flags])[0] if flags else parser.parse_args(words)
@@ -192,10 +192,10 @@ def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSetti
     """Return the task, model settings and data settings of a job without importing torch; fields of TrainingArguments
     are not checked. Raises SettingsError."""
     check_given_once(flags)
-    parser = our_parser()
+    parser = settings_parser()
     names = field_names(parser)
     all_names = {*names, *known_names()}  # stock fields such as do_train are keys of other programs, too
-    entries = {} if config is None else named_as_here(config, all_names).entries
+    entries = {} if config is None else entries_by_our_names(config, all_names).entries
     flags, _ = translated(flags, all_names)
     known = {name: value for name, value in entries.items() if name in names}
     given = given_names(flags, names)
@@ -215,7 +215,7 @@ def _parse(
     import torch
     from transformers import TrainingArguments
 
-    parser = our_parser(TrainingArguments)
+    parser = settings_parser(TrainingArguments)
     has_accelerator = has_cuda() or torch.backends.mps.is_available()
     parser.set_defaults(**TRAINING_DEFAULTS, use_cpu=not has_accelerator)
     names = field_names(parser)
@@ -249,7 +249,7 @@ def _command_line(
     parser: HfArgumentParser, config: str | None, flags: Sequence[str], names: set[str]
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return file and flags as one command line, and notes, for example on a typed mode that overrides the file."""
-    in_file = InFile() if config is None else checked_entries(config, parser, names)
+    in_file = FileEntries() if config is None else checked_entries(config, parser, names)
     entries = in_file.entries
     check_names(flags, names, read_before=("config",))
     typed_names = given_names(flags, names)
@@ -272,7 +272,7 @@ def _command_line(
     anchor = _default_anchor_flags(entries, typed_names)
     if anchor:
         note += (f"retain: {SAMPLED}, what the model writes before training, because retain_budget_bits names no text",)
-    for name, first, second in given_twice(flags):
+    for name, first, second in flags_given_twice(flags):
         note += (f"--{name} is given twice: {redact(second)} counts, not {redact(first)}",)
     return [*as_flags(entries), *flags, *anchor], note
 
@@ -308,13 +308,13 @@ def _apply_task_defaults(
     values that depend on this machine."""
     typed, given = parser.parse_args(arguments), given_names(arguments, names)
     task = _settings_from(TaskSettings, typed)
-    task.check_typed(given)
+    task.check_given(given)
     parser.set_defaults(**task.defaults)
     if task.preset is None:
         return task, []
     so_far = parser.parse_args(arguments)
     cores = max(1, int(usable_cores()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    values, notes = fitted(task, so_far, given, cores=cores, has_cuda=has_cuda())
+    values, notes = preset_values(task, so_far, given, cores=cores, has_cuda=has_cuda())
     parser.set_defaults(**values)
     return task, notes
 
@@ -332,10 +332,14 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, given: Collection[st
 def _choose_evaluations(parser: HfArgumentParser, typed: Any, given: Collection[str]) -> tuple[str, ...]:
     """Set the evaluation and save fields that early stopping and the best model need, unless ``given``, and return a
     note."""
-    chosen = {} if typed.early_stopping_patience is None else beside_early_stopping(vars(typed), given)
+    chosen = {} if typed.early_stopping_patience is None else early_stopping_values(vars(typed), given)
     together = {**vars(typed), **chosen}
     defaults = dict(chosen)
-    if together["load_best_model_at_end"] and plain(together["save_strategy"]) == "steps" and "save_steps" not in given:
+    if (
+        together["load_best_model_at_end"]
+        and as_typed(together["save_strategy"]) == "steps"
+        and "save_steps" not in given
+    ):
         defaults.setdefault("save_steps", STOCK_SAVE_STEPS)  # a share cannot be a multiple of eval_steps
     parser.set_defaults(**defaults)
     vars(typed).update(defaults)
@@ -368,7 +372,7 @@ def _require_own_card(device: DeviceFacts) -> None:
     rank, cards = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if device.kind == "cuda" and rank >= cards:
         raise RequirementError(
-            f"this is process {rank + 1} on this machine, and it sees {counted(cards, 'GPU')}; start {cards} "
+            f"this is process {rank + 1} on this machine, and it sees {count_text(cards, 'GPU')}; start {cards} "
             f"(--nproc_per_node, --num_processes or --num_gpus {cards}), let each process see the GPUs of all "
             "(CUDA_VISIBLE_DEVICES; SLURM: --gpu-bind=none), or add --use_cpu true"
         )
@@ -383,6 +387,6 @@ def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
 
 def as_yaml(job: Job) -> str:
     """Return the resolved configuration as YAML; reading it back gives the same configuration."""
-    plain = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
-    plain["report_to"] = plain["report_to"] or "none"  # an empty list in a file means the default
-    return yaml.safe_dump({key: value for key, value in plain.items() if value is not None}, sort_keys=False)
+    as_typed = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
+    as_typed["report_to"] = as_typed["report_to"] or "none"  # an empty list in a file means the default
+    return yaml.safe_dump({key: value for key, value in as_typed.items() if value is not None}, sort_keys=False)

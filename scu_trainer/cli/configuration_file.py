@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Optional
 import yaml
 
 from scu_trainer.cli.names.known import known_names
-from scu_trainer.cli.names.tools import TOOLS, imported, owner_of, signs_of
+from scu_trainer.cli.names.tools import TOOLS, import_configuration, owner_of, signs_of
 from scu_trainer.cli.names.translation import is_mixture, notes_of, translated_entries
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.run_files import read_regular
-from scu_trainer.settings.base import check_text, hints_of, require, short
+from scu_trainer.settings.base import check_text, field_types_of, require, short
 from scu_trainer.settings.mixture import FILE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ DATA_SUFFIXES = {*FILE_SUFFIXES} - {".txt", ".json"}
 
 
 @dataclasses.dataclass
-class InFile:
+class FileEntries:
     """Entries of a file by our names, and notes on those that were translated. ``defaults``: entries that are not in
     the file, but are defaults of the program that the file was written for."""
 
@@ -50,13 +50,13 @@ class InFile:
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def checked_entries(config: str, parser: HfArgumentParser, names: set[str]) -> InFile:
+def checked_entries(config: str, parser: HfArgumentParser, names: set[str]) -> FileEntries:
     """Return the entries of a file by field, with names and types checked. Raises SettingsError."""
     takes_list, takes_mapping = _container_fields(parser)
-    in_file = named_as_here(config, names)
+    in_file = entries_by_our_names(config, names)
     for name, value in in_file.entries.items():
         if name not in names:
-            raise SettingsError(f"{config}: unknown key {short(name)}{nearest(name, names)}")
+            raise SettingsError(f"{config}: unknown key {short(name)}{did_you_mean(name, names)}")
         if is_mixture(name, value):
             _check_content(f"{config}: {name}", value)
         else:
@@ -64,7 +64,7 @@ def checked_entries(config: str, parser: HfArgumentParser, names: set[str]) -> I
     return in_file
 
 
-def named_as_here(config: str, names: Collection[str]) -> InFile:
+def entries_by_our_names(config: str, names: Collection[str]) -> FileEntries:
     """Return the entries of a file by our names, and notes on the translation. Raises SettingsError."""
     entries: dict[str, Any] = {}
     for key, value in _configuration_in(config).items():
@@ -79,18 +79,18 @@ def named_as_here(config: str, names: Collection[str]) -> InFile:
         raise SettingsError(f"{config}: {error}") from error
 
 
-def _own_entries(entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
+def _own_entries(entries: Mapping[str, Any], names: Collection[str], config: str) -> FileEntries:
     translated, read_as = translated_entries(entries, names)
     for tool in signs_of(entries, names):
         title = TOOLS[tool].title
         command = f"scu-trainer import {shlex.quote(config)} --from {tool}"
         read_as.append(f"scu-trainer's defaults apply; for those of {title}: {command}")
-    return InFile(translated, read_as)
+    return FileEntries(translated, read_as)
 
 
-def _imported_entries(tool: str, entries: Mapping[str, Any], names: Collection[str], config: str) -> InFile:
+def _imported_entries(tool: str, entries: Mapping[str, Any], names: Collection[str], config: str) -> FileEntries:
     """Translate a file of another program. Raises SettingsError if one of its keys has no counterpart."""
-    file = imported(tool, entries, {*names, *known_names()}, Path(config).parent)
+    file = import_configuration(tool, entries, {*names, *known_names()}, Path(config).parent)
     if file.lost:
         lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in file.lost)
         raise SettingsError(
@@ -98,7 +98,7 @@ def _imported_entries(tool: str, entries: Mapping[str, Any], names: Collection[s
             f"counterpart ({lost}); remove them, or convert the rest: scu-trainer import {shlex.quote(config)}"
         )
     read_as = [f"a file of {file.tool.title}", *notes_of(file.keys), *file.differences]
-    return InFile(file.settings, read_as, file.defaults)
+    return FileEntries(file.settings, read_as, file.defaults)
 
 
 def _configuration_in(config: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _configuration_in(config: str) -> dict[str, Any]:
 def _container_fields(parser: HfArgumentParser) -> tuple[set[str], set[str]]:
     """Return the fields that take several values, and the fields that take a mapping."""
     several = {action.dest for action in parser._actions if action.nargs in ("+", "*")}
-    hints = {name: hint for kind in parser.dataclass_types for name, hint in hints_of(kind).items()}
+    hints = {name: hint for kind in parser.dataclass_types for name, hint in field_types_of(kind).items()}
     return several, {name for name, hint in hints.items() if "dict" in str(hint)}
 
 
@@ -190,7 +190,7 @@ def _path_advice(path: Path) -> str:
     if os.path.isfile(settings):  # pathlib's is_file raises PermissionError in a folder that may not be read
         return f"; give {settings}, the settings of that run"
     beside = [] if os.path.exists(path) else [other.name for other in path.parent.glob("*") if os.path.isfile(other)]
-    return f"{nearest(path.name, beside)}; give a YAML or JSON file"
+    return f"{did_you_mean(path.name, beside)}; give a YAML or JSON file"
 
 
 def _data_advice(path: Path) -> str:

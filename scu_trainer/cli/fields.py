@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer import shipped
 from scu_trainer.cli.names.known import PREFIX, SETTINGS, known_names, stock_fields
-from scu_trainer.cli.names.tools import ANYWHERE, as_word
+from scu_trainer.cli.names.tools import ALL_KEYS, as_word
 from scu_trainer.cli.names.translation import flags_of, name_of, translated
 from scu_trainer.cli.parsing import unknown_option, with_choice
 from scu_trainer.errors import SettingsError
 from scu_trainer.secrets import redact
 from scu_trainer.settings import MemorySettings, RegularizationSettings
-from scu_trainer.settings.base import hints_of, short
-from scu_trainer.settings.mixture import dataset_of
+from scu_trainer.settings.base import field_types_of, short
+from scu_trainer.settings.mixture import parsed_dataset
 from scu_trainer.settings.tasks import KINDS
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def flags_of_fields(
 ) -> type:
     """Return a dataclass with the fields ``first`` and then those of ``kind``, except ``without``. ``texts``: types
     that replace those of ``kind``, by field."""
-    hints = {**hints_of(kind), **texts}
+    hints = {**field_types_of(kind), **texts}
     fields = [
         (prefix + item.name, hints[item.name], dataclasses.field(default=item.default, metadata=dict(item.metadata)))
         for item in dataclasses.fields(kind)
@@ -67,13 +67,13 @@ def flags_of_fields(
     return dataclasses.make_dataclass(name, [*first, *fields])
 
 
-def our_parser(*more: type) -> HfArgumentParser:
+def settings_parser(*more: type) -> HfArgumentParser:
     """Return the parser for all our settings, and for the dataclasses ``more``."""
     from transformers.hf_argparser import HfArgumentParser
 
     class Parser(HfArgumentParser):
         def error(self, message: str):
-            raise SettingsError(plain_words(message))
+            raise SettingsError(readable_message(message))
 
         def parse_args(self, args=None, namespace=None):
             typed, unparsed = self.parse_known_args(args, namespace)
@@ -91,7 +91,7 @@ def our_parser(*more: type) -> HfArgumentParser:
         kinds, prog="scu-trainer train", allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]"
     )
     actions = parser._option_string_actions
-    say_defaults(parser)
+    show_defaults_in_help(parser)
     for flag in VALUE_READERS.keys() & actions.keys():
         actions[flag].type = VALUE_READERS[flag]
     for flag in TEXT_OR_LIST & actions.keys():
@@ -99,7 +99,7 @@ def our_parser(*more: type) -> HfArgumentParser:
     return parser
 
 
-def say_defaults(parser: HfArgumentParser) -> None:
+def show_defaults_in_help(parser: HfArgumentParser) -> None:
     """Show defaults in the help of ``parser``, except None, for which the help text itself says what happens. The flag
     that turns a switch off gets a short text, where transformers would repeat the text of the switch."""
 
@@ -169,7 +169,7 @@ def _checked_json_or_path(text: str) -> str:
 
 
 VALUE_READERS = {
-    "--dataset": dataset_of,  # a name, or a JSON list
+    "--dataset": parsed_dataset,  # a name, or a JSON list
     **{f"--{name}": _checked_json_or_path for name in JSON_OR_FILE},
     "--deepspeed": lambda text: shipped.deepspeed(_checked_json_or_path(text)),
     **{f"--{name}": _json_object for name in JSON_ONLY},
@@ -219,14 +219,14 @@ def check_known(flags: Sequence[str], read_before: Iterable[str] = ()) -> None:
         return
     for name in given_names(translated(flags, known)[0], known):
         if name not in known:  # checked first, because looking for a similar name takes a while
-            suggestions = [*(item for item in known if not item.startswith("no_")), *ANYWHERE, *read_before]
+            suggestions = [*(item for item in known if not item.startswith("no_")), *ALL_KEYS, *read_before]
             raise unknown_option(f"--{name}", suggestions)
 
 
 def check_given_once(flags: Sequence[str]) -> None:
     """Raise SettingsError for a dataset that is given twice, of which argparse would take the last, or that is given as
     several words."""
-    for name, first, second in given_twice(flags):
+    for name, first, second in flags_given_twice(flags):
         if name == "dataset":
             both = json.dumps([{name: redact(first)}, {name: redact(second)}])
             raise SettingsError(f"--{name} is given twice; give it once, or both as a list: --{name} '{both}'")
@@ -237,7 +237,7 @@ def check_given_once(flags: Sequence[str]) -> None:
             raise SettingsError(f"--{name} has {len(value)} values; give one file, or the folder of all files{listed}")
 
 
-def given_twice(flags: Sequence[str]) -> list[tuple[str, str, str]]:
+def flags_given_twice(flags: Sequence[str]) -> list[tuple[str, str, str]]:
     """Return (name, earlier value, later value that counts) of each flag that is given two values."""
     seen: dict[str, str] = {}
     repeated, known = [], known_names()
@@ -258,16 +258,16 @@ def parse_checked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpa
     return parser.parse_args(argv)
 
 
-def plain_words(message: str) -> str:
+def readable_message(message: str) -> str:
     """Return a message of argparse, such as "argument --lora_r/--lora-r: invalid int value: 'x'", without the second
     spelling of the flag, and with the choice that was probably meant."""
     text = re.sub(r"argument (--\w+)(/--[\w-]+)*", r"\1", message)
     text = re.sub(r"'([^']{60})[^']{100,}'", r"'\1...'", text)
     number = re.search(r"--(\w+): invalid (int|float) value: .*", text)
-    return with_choice(text + (such_as(number[1], number[2]) if number else ""))
+    return with_choice(text + (number_advice(number[1], number[2]) if number else ""))
 
 
-def such_as(name: str, kind: str) -> str:
+def number_advice(name: str, kind: str) -> str:
     """Return what to type for a flag that takes a number and got a word."""
     advice = f"; give a {'whole ' if kind == 'int' else ''}number"
     return f"{advice}; scu-trainer plan says which one fits this machine" if name.endswith("_batch_size") else advice

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from urllib.parse import urlsplit
 
 from scu_trainer import __version__
-from scu_trainer.errors import UserError, nearest
+from scu_trainer.errors import UserError, did_you_mean
 from scu_trainer.imports import claim_process
 from scu_trainer.secrets import hide_in_tracebacks, redact, remember_environment
 
@@ -90,7 +90,7 @@ NO_DOCSTRINGS = (
 
 
 @contextlib.contextmanager
-def environment_kept() -> Iterator[None]:
+def preserved_environment() -> Iterator[None]:
     """Restore the environment variables on exit, so that what one command sets does not affect the next."""
     before = dict(os.environ)
     try:
@@ -106,7 +106,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
     becomes one message on stderr and exit code 2."""
 
     @functools.wraps(command)
-    @environment_kept()
+    @preserved_environment()
     def main(argv: Optional[Sequence[str]] = None, *args: Any, **kwargs: Any) -> int:
         if argv is None:
             claim_process()
@@ -181,7 +181,7 @@ def main(argv: list[str]) -> int:
         print(__version__)
         return 0
     if name not in COMMANDS:
-        raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
+        raise UserError(f"unknown command {name!r}{did_you_mean(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
     return importlib.import_module(f"scu_trainer.cli.{MODULES.get(name, name)}").main(argv[1:])
 
 
@@ -249,7 +249,7 @@ def figures_table(
 
 
 @contextlib.contextmanager
-def quiet_stdout() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Redirect standard output to standard error, so that a command can print only its result to standard output."""
     with contextlib.redirect_stdout(sys.stderr):
         from scu_trainer.train.run_directory.logs import run_log
@@ -281,9 +281,11 @@ def _os_error_message(error: OSError) -> Optional[str]:
         target = shown or "a file, or shared memory (/dev/shm),"  # semaphores are made there, without a name
         return f"the disk is full: {target} cannot be written; free some space, and run the command again"
     if error.errno == errno.EFBIG and error.strerror == os.strerror(errno.EFBIG):
-        from scu_trainer.run_files import make_room
+        from scu_trainer.run_files import free_space_hint
 
-        return f"{shown or 'a file'} cannot be written ({error.strerror}); {make_room()}, and run the command again"
+        return (
+            f"{shown or 'a file'} cannot be written ({error.strerror}); {free_space_hint()}, and run the command again"
+        )
     if error.errno in PATH_ERRORS and name:
         return f"cannot use {shown}: {error.strerror}; check the path and its permissions, or give another one"
     if error.errno == errno.ENOENT and error.filename is None and not _has_current_folder():

@@ -14,11 +14,11 @@ from typing import Any, Optional
 import psutil
 
 from scu_trainer.cli.fields import parse_with_fields
-from scu_trainer.cli.main import figures_table, guarded, plain_console, quiet_stdout
+from scu_trainer.cli.main import figures_table, guarded, plain_console, stdout_to_stderr
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.report.words import duration
-from scu_trainer.run_files import gib
+from scu_trainer.run_files import format_gib
 from scu_trainer.shipped import recipe
 
 DESCRIPTION = """\
@@ -29,7 +29,7 @@ ALL_MODES = ("tiny", "standard", "extended")
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModeMeasurement:
     """The measurement of one mode. ``figures``: the fields of ``train.session.test_run.Estimate``, total_s, and, if the
     mode overrides values of the file, a ``note`` that lists them; None if the mode could not run, for the reason in
     ``error``."""
@@ -56,25 +56,25 @@ def main(argv: list[str]) -> int:
     modes = _chosen_modes(options.mode)
     words = [*([] if options.config is None else ["--config", options.config]), *flags]
     if options.measure:
-        print(json.dumps(measured_here(modes[0], options.config, flags)))
+        print(json.dumps(measure_in_this_process(modes[0], options.config, flags)))
         return 0
-    return report(modes, lambda mode: in_fresh_process(mode, words), options.json)
+    return report(modes, lambda mode: measure_in_new_process(mode, words), options.json)
 
 
 def _chosen_modes(wanted: Optional[Sequence[str]]) -> list[str]:
     for mode in wanted or ():
         if mode not in ALL_MODES:
-            raise SettingsError(f"unknown mode {mode!r}{nearest(mode, ALL_MODES)}; modes: {', '.join(ALL_MODES)}")
+            raise SettingsError(f"unknown mode {mode!r}{did_you_mean(mode, ALL_MODES)}; modes: {', '.join(ALL_MODES)}")
     return [mode for mode in ALL_MODES if not wanted or mode in wanted]
 
 
-def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dict[str, Any]:
+def measure_in_this_process(mode: str, config: Optional[str], flags: Sequence[str]) -> dict[str, Any]:
     """Run a few steps in this process and return their figures. Raises UserError if the job cannot run here."""
     from scu_trainer.cli.configuration import read_job
     from scu_trainer.train.session.test_run import measure
     from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
 
-    with quiet_stdout():  # the parent process reads the last line of stdout
+    with stdout_to_stderr():  # the parent process reads the last line of stdout
         job = read_job(config, [*flags, "--mode", mode])
         estimate = measure(job, before_s=time.time() - psutil.Process().create_time())
         leave_process_group(True)
@@ -82,17 +82,17 @@ def measured_here(mode: str, config: Optional[str], flags: Sequence[str]) -> dic
     return {**asdict(estimate), "total_s": estimate.total_s, **({"note": note} if note else {})}
 
 
-def in_fresh_process(mode: str, words: Sequence[str]) -> Measured:
+def measure_in_new_process(mode: str, words: Sequence[str]) -> ModeMeasurement:
     """Measure a mode in a new process, so that its peak memory and start-up time are its own."""
     command = [sys.executable, "-m", "scu_trainer.cli.modes", "--measure", "--mode", mode, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         errors = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
-        return Measured(mode, None, errors[-1].removeprefix("error: "))
-    return Measured(mode, json.loads(done.stdout.strip().splitlines()[-1]))
+        return ModeMeasurement(mode, None, errors[-1].removeprefix("error: "))
+    return ModeMeasurement(mode, json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bool) -> int:
+def report(modes: Sequence[str], measure: Callable[[str], ModeMeasurement], as_json: bool) -> int:
     """Measure each mode and print the figures. Returns 2 if one of them cannot run here."""
     console, measured = plain_console(), []
     for mode in modes:
@@ -115,7 +115,7 @@ def report(modes: Sequence[str], measure: Callable[[str], Measured], as_json: bo
     return 2 if any(item.error is not None for item in measured) else 0
 
 
-def _table(measured: Sequence[Measured]):
+def _table(measured: Sequence[ModeMeasurement]):
     titles = ("mode", "rows", "steps", "s/step", "evaluations", "total", "peak memory")
     rows = [[item.mode, *_cells(item.figures)] for item in measured if item.figures is not None]
     return figures_table(titles, rows, left=["mode"], no_wrap=True)
@@ -129,7 +129,7 @@ def _cells(figures: dict[str, Any]) -> list[str]:
         f"{figures['seconds_per_step']:.2f}",
         f"{figures['evaluations']} x {figures['evaluation_s']:.1f} s",
         duration(figures["total_s"]),
-        gib(figures["peak_bytes"]),
+        format_gib(figures["peak_bytes"]),
     ]
 
 

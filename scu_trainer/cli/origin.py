@@ -10,8 +10,8 @@ from typing import Any, Optional
 
 from scu_trainer.cli.subjects import BASE, Subject, description_of, split_seed, subject_of
 from scu_trainer.errors import ModelError, UserError
-from scu_trainer.hub.facts import made_by_us, run_of
-from scu_trainer.models.loading.names import base_of, check_source, found_base, is_adapter
+from scu_trainer.hub.facts import read_made_file, run_directory_of
+from scu_trainer.models.loading.names import base_of, check_source, find_base_folder, is_adapter
 from scu_trainer.settings.tasks import TEXT
 
 
@@ -22,19 +22,19 @@ def adapter_hash(source: Path) -> str:
 
 def is_merged_from(folder: Path, adapter: Path) -> bool:
     """Whether ``folder`` was merged from the present weights of ``adapter``."""
-    return made_by_us(folder).get("adapter_sha256") == adapter_hash(adapter)
+    return read_made_file(folder).get("adapter_sha256") == adapter_hash(adapter)
 
 
-def run_behind(weights: Path) -> Optional[dict[str, Any]]:
+def source_run_of(weights: Path) -> Optional[dict[str, Any]]:
     """Return the run that ``weights`` belong to or were made from, as the file next to them stores it under "run": its
     folder, and a SHA-256 of the values that decide which documents it held out. None if there is no such run."""
-    made = made_by_us(weights)
+    made = read_made_file(weights)
     if "run" in made:
         return made["run"]
     source = Path(made.get("adapter") or made.get("source") or weights)
     if made and not is_merged_from(weights, source):  # a version that did not store the run wrote them
         return {"folder": str(source), "sha256": None}
-    run = run_of(source)
+    run = run_directory_of(source)
     return None if run is None else {"folder": str(run), "sha256": _split_hash(run)}
 
 
@@ -48,7 +48,7 @@ def _split_hash(run: Path) -> Optional[str]:
     return hashlib.sha256(json.dumps(split).encode()).hexdigest()
 
 
-def of_its_run(subject: Subject) -> Subject:
+def with_source_run(subject: Subject) -> Subject:
     """Return ``subject`` with the run that its weights were made from, if that run is still there and unchanged."""
     recorded = _recorded_run(subject)
     if recorded is None or _is_lost(recorded):
@@ -60,16 +60,16 @@ def of_its_run(subject: Subject) -> Subject:
 
 
 def _recorded_run(subject: Subject) -> Optional[dict[str, Any]]:
-    """Return what ``run_behind`` finds for a subject that has no run yet; None for others."""
-    return None if subject.run or subject.word else run_behind(Path(subject.source))
+    """Return what ``source_run_of`` finds for a subject that has no run yet; None for others."""
+    return None if subject.run or subject.word else source_run_of(Path(subject.source))
 
 
 def _is_lost(recorded: dict[str, Any]) -> bool:
-    """Whether the run that ``run_behind`` returned is gone, or its folder holds another run now."""
+    """Whether the run that ``source_run_of`` returned is gone, or its folder holds another run now."""
     return recorded["sha256"] is None or recorded["sha256"] != _split_hash(Path(recorded["folder"]))
 
 
-def lost_run(subject: Subject) -> Optional[str]:
+def lost_run_message(subject: Subject) -> Optional[str]:
     """Return a message if it is unknown what ``subject`` has learned, because the run that it was made from is gone."""
     recorded = _recorded_run(subject)
     if recorded is None or not _is_lost(recorded):
@@ -80,14 +80,14 @@ def lost_run(subject: Subject) -> Optional[str]:
 def base_subject(subject: Subject, flag: str = "--against") -> Subject:
     """Return the model that ``subject``, or the model that it was made from, was tuned from. Raises ModelError if that
     is unknown or gone; the message proposes ``flag`` to name another one."""
-    made = made_by_us(Path(subject.source))
+    made = read_made_file(Path(subject.source))
     if is_adapter(Path(subject.source)):
         name = base_of(Path(subject.source))
     elif subject.run:
         name = subject.run["configuration"].get("model_name_or_path")
         if name is None and subject.task != TEXT:
             raise ModelError(f"{subject.name} was trained from scratch, so it has no base; drop base from --against")
-        name = found_base(name, Path(subject.source)) if name else _embedded_base(subject)
+        name = find_base_folder(name, Path(subject.source)) if name else _embedded_base(subject)
     elif made:
         source, problem = made.get("adapter") or made["source"], None
         if "adapter" in made and not is_merged_from(Path(subject.source), Path(source)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn, Optional
 
 from scu_trainer.cli.names.meaning import FALSE, TRUE
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,14 +20,16 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args, namespace=None):
         """Parse ``args``, in which options may have hyphens instead of underscores."""
-        return super().parse_known_args(with_switches(self, [self._with_underscores(word) for word in args]), namespace)
+        return super().parse_known_args(
+            with_explicit_switches(self, [self._with_underscores(word) for word in args]), namespace
+        )
 
     def _with_underscores(self, word: str) -> str:
         name, equals, value = word.partition("=")
         flag = f"--{name.removeprefix('--').replace('-', '_')}"
         return f"{flag}{equals}{value}" if name.startswith("--") and flag in self._option_string_actions else word
 
-    def of_action(self, action: str) -> Parser:
+    def parser_of_action(self, action: str) -> Parser:
         """Return the parser of the words after ``action``."""
         return next(item for item in self._actions if isinstance(item, argparse._SubParsersAction)).choices[action]
 
@@ -51,7 +53,7 @@ def _true_or_false(text: str) -> bool:
     return text.lower() in TRUE
 
 
-def with_switches(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+def with_explicit_switches(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """Return ``words`` with ``=true`` after each switch without a value, so that it does not take the next word as
     one."""
     actions = parser._option_string_actions
@@ -67,7 +69,7 @@ def unknown_option(word: str, names: Iterable[str]) -> SettingsError:
     typed = word.partition("=")[0]
     bare = sorted({name.lstrip("-") for name in names})
     # Dashes would make any two short names look similar, and so would names of one letter.
-    suggestion = nearest(typed.lstrip("-").replace("-", "_"), [name for name in bare if len(name) > 1])
+    suggestion = did_you_mean(typed.lstrip("-").replace("-", "_"), [name for name in bare if len(name) > 1])
     suggestion = suggestion.replace("'", "'--", 1) or "; --help lists the options"
     return SettingsError(f"unknown option {typed}{suggestion}")
 
@@ -92,4 +94,4 @@ def with_choice(message: str) -> str:
     if option := re.search(r"(--\w+)\S*: expected one argument$", message):
         return f"{option[1]} needs a value; one that begins with a dash is written {option[1]}=VALUE"
     choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
-    return message + (nearest(choice[1], [word.strip("'") for word in choice[2].split(", ")]) if choice else "")
+    return message + (did_you_mean(choice[1], [word.strip("'") for word in choice[2].split(", ")]) if choice else "")

@@ -11,7 +11,7 @@ from scu_trainer.settings.tasks import TaskSettings
 WORKERS, PERSISTENT, COMPILE_MODE = "dataloader_num_workers", "dataloader_persistent_workers", "torch_compile_mode"
 
 
-def fitted(
+def preset_values(
     task: TaskSettings, typed: Namespace, given: Collection[str], *, cores: int, has_cuda: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values that replace those of the preset, and notes for the user.

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import DataError, ModelError
-from scu_trainer.hub.facts import made_by_us, run_of
+from scu_trainer.hub.facts import read_made_file, run_directory_of
 from scu_trainer.models.loading.load import config_of
 from scu_trainer.models.loading.names import (
     check_source,
     downloaded_adapter,
     is_adapter,
-    near_folder,
-    prompt_of_adapter,
+    nearest_folder_hint,
+    prompt_positions_of,
 )
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
-from scu_trainer.run_files import found_above, read_json
+from scu_trainer.run_files import read_json, resolve_from_run
 from scu_trainer.runs.process import Machine
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import ROOT, Run
@@ -103,7 +103,7 @@ class Subject:
         from scu_trainer.data.records import AS_PLAIN_TEXT
 
         if self.run is None:
-            return bool(made_by_us(Path(self.source)).get("answers_plain_text"))
+            return bool(read_made_file(Path(self.source)).get("answers_plain_text"))
         formats = self.run.get("data", {}).get("formats", {})
         return any(AS_PLAIN_TEXT in name for name in formats)
 
@@ -128,7 +128,7 @@ class Subject:
         """Return the path of a dataset, searched in the folders above the run. A bare name is an embedded or a Hub
         dataset, even if there is a folder of that name."""
         is_path = isinstance(dataset, str) and (len(Path(dataset).parts) > 1 or Path(dataset).suffix != "")
-        return found_above(dataset, Path(self.source)) if is_path else dataset
+        return resolve_from_run(dataset, Path(self.source)) if is_path else dataset
 
 
 def _task_in(config_file: Path) -> str:
@@ -145,7 +145,7 @@ def subject_of(name: str) -> Subject:
     pickle files (``Subject.consenting``), because anybody may have written the run. Raises ModelError if nothing can be
     loaded or the run is not finished, StorageError for torn run files."""
     path = Path(name).expanduser().resolve()
-    run_folder = path if (path / STATUS_FILE).is_file() else run_of(path)
+    run_folder = path if (path / STATUS_FILE).is_file() else run_directory_of(path)
     if run_folder is None:
         _refuse_comparison(path)
         check_source(name, typed="")
@@ -226,7 +226,7 @@ def held_out_settings(subject: Subject, typed: dict[str, Any], seed: int) -> tup
     if not {"dataset", "eval_dataset"} & {*typed}:
         reason = "belongs to no run"
         if not Path(subject.source).exists():
-            reason = f"is not a folder here{near_folder(subject.name)}, and a Hub id has no run"
+            reason = f"is not a folder here{nearest_folder_hint(subject.name)}, and a Hub id has no run"
         raise DataError(
             f"{subject.name} {reason}, so it is unknown which documents were held out; add --dataset NAME_OR_PATH to "
             "score a split of it, or --eval_dataset NAME_OR_PATH to score all of it"
@@ -287,4 +287,4 @@ def positions_of(subject: Subject) -> Optional[int]:
     """Return the number of positions of the model, or None without a limit, as ``models/fit.py`` does, but without
     reading weights."""
     positions = getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)
-    return None if positions is None else positions - prompt_of_adapter(subject.model.model_name_or_path)
+    return None if positions is None else positions - prompt_positions_of(subject.model.model_name_or_path)

@@ -13,7 +13,7 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_switch
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.imports import without_collector
-from scu_trainer.models.asking import switches_kept
+from scu_trainer.models.asking import torch_switches_restored
 from scu_trainer.shipped import recipe
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step.distributed.deepspeed_start import leave_process_group
@@ -42,7 +42,7 @@ def _main(argv: list[str]) -> int:
     configuration.check_early(modes.config, flags)
     if modes.check_requirements:
         return check_recipe(modes.config, flags)
-    with run_log() as log, switches_kept():
+    with run_log() as log, torch_switches_restored():
         with without_collector(freeze=True):  # reading the settings imports torch and transformers
             job = configuration.read_job(modes.config, flags)
         if modes.print_config:
@@ -85,7 +85,7 @@ def _help(with_stock_fields: bool) -> str:
         + ", ".join(f"{name} {value}" for name, value in configuration.TRAINING_DEFAULTS.items())
         + "."
     )
-    return f"{fields.our_parser(*kinds).format_help()}\nmodes:\n{modes}\n{note}"
+    return f"{fields.settings_parser(*kinds).format_help()}\nmodes:\n{modes}\n{note}"
 
 
 def _train(job, log, modes: argparse.Namespace, flags: Sequence[str]) -> int:

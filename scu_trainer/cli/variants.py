@@ -18,13 +18,13 @@ import psutil
 
 from scu_trainer.cli.main import figures_table, guarded, plain_console
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.errors import ModelError, SettingsError, nearest
+from scu_trainer.errors import ModelError, SettingsError, did_you_mean
 from scu_trainer.hardware.probe import has_cuda, installed_version
 from scu_trainer.run_files import write_json
 from scu_trainer.runs.launch import require_files
-from scu_trainer.runs.studies.budget import Attempt, Sizes, first_that_fits
+from scu_trainer.runs.studies.budget import Attempt, WeightCounts, first_that_fits
 from scu_trainer.runs.studies.variant_table import BASELINE, BY_NAME, LOOPS, VARIANTS, Variant
-from scu_trainer.runs.studies.variants import Outcome, VariantPlan, broken_promises, missing, run
+from scu_trainer.runs.studies.variants import VariantPlan, VariantResult, find_violations, missing, run
 from scu_trainer.settings import size_in_gib
 from scu_trainer.shipped import recipe
 
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 def _chosen_variants(options: argparse.Namespace) -> list[Variant]:
     for name in options.names:
         if name not in BY_NAME:
-            raise SettingsError(f"unknown variant {name!r}{nearest(name, BY_NAME)}; known: {', '.join(BY_NAME)}")
+            raise SettingsError(f"unknown variant {name!r}{did_you_mean(name, BY_NAME)}; known: {', '.join(BY_NAME)}")
     return [variant for variant in VARIANTS if not options.names or variant.name in options.names]
 
 
@@ -125,7 +125,7 @@ def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: boo
     console.print(_table(outcomes))
     if any(outcome.parts for outcome in outcomes):
         console.print(_parts_table(outcomes))
-    broken = broken_promises(outcomes, loops_are_on=plan.config is None)
+    broken = find_violations(outcomes, loops_are_on=plan.config is None)
     for line in broken:
         console.print(f"broken: {line}", soft_wrap=True)
     if options.json:
@@ -134,12 +134,12 @@ def _run_all(options, chosen: Sequence[Variant], plan: VariantPlan, has_gpu: boo
     return BROKEN_PROMISE if broken else 0
 
 
-def _table(outcomes: Sequence[Outcome]):
+def _table(outcomes: Sequence[VariantResult]):
     titles = ("variant", "peak memory", "step", "held-out bits per token", "loops")
     return figures_table(titles, rows_of(outcomes), left=["variant", "loops"], title="paths")
 
 
-def _parts_table(outcomes: Sequence[Outcome]):
+def _parts_table(outcomes: Sequence[VariantResult]):
     """Return a table of the parts of each peak, as predicted at the start of the run."""
     names = [name for name in PARTS if any(outcome.parts.get(name) for outcome in outcomes)]
     rows = [
@@ -150,14 +150,14 @@ def _parts_table(outcomes: Sequence[Outcome]):
     return figures_table(["variant", *names], rows, left=["variant"], title="predicted peak by part, MiB")
 
 
-def rows_of(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def rows_of(outcomes: Sequence[VariantResult]) -> list[tuple[str, ...]]:
     """Return a row for each variant that ran: name, peak in MiB and as a ratio, step time as a ratio, held-out loss,
     loops."""
     baseline = next((outcome for outcome in outcomes if outcome.name == BASELINE and outcome.status == "ran"), None)
     return [_row(outcome, baseline) for outcome in outcomes if outcome.status == "ran"]
 
 
-def _row(outcome: Outcome, baseline: Optional[Outcome]) -> tuple[str, ...]:
+def _row(outcome: VariantResult, baseline: Optional[VariantResult]) -> tuple[str, ...]:
     peak = "-" if outcome.peak_bytes is None else f"{outcome.peak_bytes / 2**20:.0f} MiB"
     if outcome.peak_bytes and baseline is not None and baseline.peak_bytes:
         peak += f" ({outcome.peak_bytes / baseline.peak_bytes:.2f})"
@@ -166,13 +166,13 @@ def _row(outcome: Outcome, baseline: Optional[Outcome]) -> tuple[str, ...]:
     return outcome.name, peak, ratio, bpt, _loops(outcome)
 
 
-def _loops(outcome: Outcome) -> str:
+def _loops(outcome: VariantResult) -> str:
     if all(outcome.loops.get(loop) == "acts" for loop in LOOPS):
         return "all act"
     return ", ".join(f"{loop} {state}" for loop, state in outcome.loops.items() if state != "acts")
 
 
-def record(outcomes: Sequence[Outcome], plan: VariantPlan, argv: Sequence[str]) -> dict[str, Any]:
+def record(outcomes: Sequence[VariantResult], plan: VariantPlan, argv: Sequence[str]) -> dict[str, Any]:
     """Return the content of the results file: all outcomes, and the machine and versions that produced them."""
     packages = ("torch", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "torchao")
     return {
@@ -230,13 +230,13 @@ def _nothing_fits(attempts: Sequence[Attempt], limit_gb: float) -> str:
     return f"none of these paths fits {limit_gb:.2f} GiB; raise the limit, lower block_size, or take a smaller model"
 
 
-def _sizes(options: argparse.Namespace, plan: VariantPlan) -> Sizes:
+def _sizes(options: argparse.Namespace, plan: VariantPlan) -> WeightCounts:
     name = options.model_name_or_path or plan.model or _model_of_config(plan.config)
     sizes = json.loads(_last_line_of_module("scu_trainer.models.loading.sizes", str(name)))
     dtype = None if plan.config is None else _config_entry(plan.config, "dtype")
     if dtype in BYTES_PER_VALUE:
         sizes |= {"stored_bytes": BYTES_PER_VALUE[dtype], "trained_bytes": BYTES_PER_VALUE[dtype]}
-    return Sizes(**sizes)
+    return WeightCounts(**sizes)
 
 
 def _model_of_config(config: Path) -> str:

@@ -106,9 +106,9 @@ def _filled_pool(pool: np.ndarray, lengths: np.ndarray, budget_tokens: Optional[
     """Return the rows of one pool, longest first, in as few micro-batches as the budget allows, evenly filled."""
     tokens = np.maximum(1, lengths[pool])
     longest_first = np.argsort(-tokens, kind="stable")
-    in_order = tokens[longest_first].tolist()
-    most = -(-pool.size // rows_per_batch) if budget_tokens is None else len(_ends(in_order, budget_tokens))
-    ends = _even_ends(in_order, most)
+    batch_in_order = tokens[longest_first].tolist()
+    most = -(-pool.size // rows_per_batch) if budget_tokens is None else len(_ends(batch_in_order, budget_tokens))
+    ends = _even_ends(batch_in_order, most)
     return Batches(pool[longest_first], np.array(ends, dtype=np.int64))
 
 

@@ -124,7 +124,7 @@ class CostModel:
             return None
         return self.coefficients.bytes_of(tokens, quadratic)
 
-    def is_news(self, tokens: int, quadratic: int) -> bool:
+    def is_worth_measuring(self, tokens: int, quadratic: int) -> bool:
         """Whether a micro-batch is so much larger than all observed ones that measuring it improves the fit."""
         share = WORTH_MEASURING / LARGEST_EXTRAPOLATION
         return tokens > share * self._tokens_in_reach or quadratic > share * self._quadratic_in_reach

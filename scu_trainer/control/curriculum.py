@@ -135,7 +135,7 @@ def plan(
     )
 
 
-def rest_of(
+def remaining_plan(
     old: EpochPlan, done_micro_batches: int, world: int, config: CurriculumConfig, lengths: np.ndarray, seed: int
 ) -> EpochPlan:
     """Return the plan of the rest of an interrupted epoch, for another number of ranks or rows per micro-batch.
@@ -154,7 +154,7 @@ def rest_of(
     )
 
 
-def followed(
+def reselected_plan(
     old: EpochPlan,
     done_micro_batches: int,
     config: CurriculumConfig,

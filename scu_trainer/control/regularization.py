@@ -115,7 +115,7 @@ def logit(s: float) -> float:
     return math.log(s / (1.0 - s))
 
 
-def shrink_of(config: ControllerConfig, state: ControllerState, learning_rate: float) -> float:
+def shrink_fraction(config: ControllerConfig, state: ControllerState, learning_rate: float) -> float:
     """Return the fraction u of (w - w0) that the decoupled actuator removes in one optimizer step at this learning
     rate; 0 for another actuator."""
     if config.actuator != "decoupled":
@@ -123,7 +123,7 @@ def shrink_of(config: ControllerConfig, state: ControllerState, learning_rate: f
     return min(state.lam * learning_rate, config.max_shrink)
 
 
-def with_shrink(state: ControllerState, shrink: float) -> ControllerState:
+def with_applied_shrink(state: ControllerState, shrink: float) -> ControllerState:
     """Record a shrink that was applied, so that the next estimate of growth adds it back."""
     return state if shrink <= 0 else replace(state, pull=state.pull - math.log1p(-min(shrink, 1 - 1e-12)))
 

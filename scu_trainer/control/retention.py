@@ -203,7 +203,9 @@ def mean_excess(extra_bits: Sequence[float], tokens: Sequence[float]) -> tuple[f
     return mean, math.sqrt(widened * count / (count - 1) * rest) / total
 
 
-def cadence(step_s: float, row_s: float, steps: int, max_steps: int, most_rows: int, spent_s: float) -> tuple[int, int]:
+def measurement_schedule(
+    step_s: float, row_s: float, steps: int, max_steps: int, most_rows: int, spent_s: float
+) -> tuple[int, int]:
     """Return (optimizer steps between two measurements, rows per measurement) for a measuring cost of COST of a run.
 
     ``step_s``, ``row_s``: seconds of an optimizer step and of measuring one row. ``steps`` of ``max_steps`` are done,

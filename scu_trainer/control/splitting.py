@@ -25,8 +25,8 @@ MICRO_BATCH_COST_SHARE = 1 / 16
 instead of 9-19 %, with 11-30 % more micro-batches than the smallest possible number."""
 
 SIZES_PER_DOUBLING = 16
-"""How many sizes ``few_sizes`` uses per doubling, where each new number of tokens has a cost. Rounding up adds 1/32 of
-the tokens on average and 1/16 at most, which is cheaper."""
+"""How many sizes ``rounded_up_size`` uses per doubling, where each new number of tokens has a cost. Rounding up adds
+1/32 of the tokens on average and 1/16 at most, which is cheaper."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def auto_cap(longest_row: int, busy_tokens: int, largest_batch_tokens: int) -> i
     return max(longest_row, min(busy_tokens, largest_batch_tokens))
 
 
-def few_sizes(tokens: int, most: Optional[int] = None) -> int:
+def rounded_up_size(tokens: int, most: Optional[int] = None) -> int:
     """Return ``tokens`` rounded up to one of SIZES_PER_DOUBLING sizes per doubling, all multiples of 8, but not above
     ``most`` unless ``tokens`` already exceeds it."""
     step = max(8, 2 ** (tokens.bit_length() - 1) // SIZES_PER_DOUBLING)

@@ -75,7 +75,7 @@ def _verdict(settled: Optional[int], entered: Optional[int], overshot: Optional[
     return "left above target" if errors[-1] > 0 else "left below target"
 
 
-def foresee(early: tuple[int, float], now: tuple[int, float], last_step: int, target_s: float) -> tuple[float, bool]:
+def forecast_s(early: tuple[int, float], now: tuple[int, float], last_step: int, target_s: float) -> tuple[float, bool]:
     """Return (predicted S at the last step without control, whether that reaches BAND below ``target_s`` or more).
 
     ``early``, ``now``: (step, logit(S)) at two steps of the run. The distance of the weights from their initial values

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scu_trainer.data.records import Record
-from scu_trainer.data.store import built_once, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, open_arrow, write_arrow
 from scu_trainer.errors import DataError
 
 EXTRACTION_VERSION = 1  # raise it when the text below changes: it is part of every fingerprint
@@ -31,7 +31,7 @@ def embedded_identity(name: str) -> list[str]:
 
 def read_embedded(name: str, cache_dir: Path, text_column: str) -> Iterator[Record]:
     """Yield the records of one embedded source. The first call extracts and caches its text."""
-    folder = built_once(cache_dir / "embedded" / "-".join(embedded_identity(name)[1:]), lambda new: _extract(name, new))
+    folder = build_once(cache_dir / "embedded" / "-".join(embedded_identity(name)[1:]), lambda new: _extract(name, new))
     for row in open_arrow(folder / "text.arrow"):
         yield Record(row["name"], {text_column: row["text"]})
 

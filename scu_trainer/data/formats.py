@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 from scu_trainer.data.messages import KNOWN_ROLES, ROLES, messages_of, tools_of
 from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Text
-from scu_trainer.errors import nearest
+from scu_trainer.errors import did_you_mean
 
 DEFAULT_TEXT_COLUMN = "text"
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
@@ -76,7 +76,7 @@ class RowContent(NamedTuple):
     not_used: tuple[str, ...]
 
 
-def understand(row: dict, columns: Columns) -> RowContent:
+def read_content(row: dict, columns: Columns) -> RowContent:
     """Return the content of one row. Raises BadRow, with the reason, if the row has no usable content."""
     read = _from_named(row, columns) if columns.are_named else None
     usual = (
@@ -133,14 +133,16 @@ def _from_chat(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
 
 def _conversation(row: dict, column: str, system_column: Optional[str]) -> ReadRow:
     """Read a column of messages, with the row's system prompt and tools."""
-    messages, system = under_system(row, messages_of(row[column], column), system_column)
+    messages, system = with_system_prompt(row, messages_of(row[column], column), system_column)
     tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
     name = "ShareGPT conversations" if is_sharegpt else "messages"
     return name, Chat(messages, tools_of(row.get(tools_column))), (column, tools_column, *system)
 
 
-def under_system(row: dict, messages: list[dict], system_column: Optional[str]) -> tuple[list[dict], tuple[str, ...]]:
+def with_system_prompt(
+    row: dict, messages: list[dict], system_column: Optional[str]
+) -> tuple[list[dict], tuple[str, ...]]:
     """Put the row's system prompt before ``messages``, unless they have one already.
 
     Returns the messages and the column that was read, as a tuple that may be empty."""
@@ -166,7 +168,7 @@ def _messages_pair(row: dict, prompt: str, response: str, system_column: Optiona
     after = _as_messages(row[response], response, "assistant")
     if after[: len(before)] == before:
         after = after[len(before) :]
-    before, system = under_system(row, before, system_column)
+    before, system = with_system_prompt(row, before, system_column)
     tools = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     content = Chat(before + after, tools_of(row.get(tools)), prompt_turns=len(before))
     return "prompt and completion as messages", content, (prompt, response, tools, *system)
@@ -229,7 +231,7 @@ def _build_pair(
     return "Alpaca" if is_alpaca else "question and answer", pair, used
 
 
-def asked(row: dict, prompt: str) -> list[dict]:
+def question_messages(row: dict, prompt: str) -> list[dict]:
     """Return the question in the column ``prompt`` as messages, with the context, system prompt and history that
     training would read too. Raises BadRow if one of these is unusable."""
     around = [_first_filled(row, names) for names in (CONTEXTS, SYSTEMS)]
@@ -324,7 +326,7 @@ def _require_column(row: dict, column: str, setting: str) -> str:
     """Return ``column``. Raises BadRow if the row does not have it."""
     if column not in row:
         raise BadRow(
-            f"has no column {column!r}, which {setting} names{nearest(column, map(str, row))}; {_columns_of(row)}"
+            f"has no column {column!r}, which {setting} names{did_you_mean(column, map(str, row))}; {_columns_of(row)}"
         )
     return column
 
@@ -353,8 +355,8 @@ def _why_no_text(row: dict, text_column: str) -> str:
         return known
     example = shlex.quote(next((str(column) for column, value in row.items() if isinstance(value, str)), "X"))
     return (
-        f"has no column {text_column!r}; {_columns_of(row)}{nearest(text_column, map(str, row))}. Name the column with "
-        f"the text, for instance --text_column {example}; or the columns of a question and its answer with "
+        f"has no column {text_column!r}; {_columns_of(row)}{did_you_mean(text_column, map(str, row))}. Name the "
+        f"column with the text, for instance --text_column {example}; or the columns of a question and its answer with "
         "--prompt_column and --response_column; or the column of a conversation with --messages_column"
     )
 

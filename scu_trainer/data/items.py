@@ -7,8 +7,8 @@ from typing import Any, Optional, Union
 
 import torch
 
-from scu_trainer.data.random_states import states_kept
-from scu_trainer.errors import DataError, nearest
+from scu_trainer.data.random_states import preserve_rng_states
+from scu_trainer.errors import DataError, did_you_mean
 
 TARGET = "labels"
 """Name of the target in a batch, whatever its place in the items."""
@@ -111,7 +111,7 @@ class ItemCollator:
         if self.targets not in item:
             raise DataError(
                 f"items have {_keys_of(item)}; the target {self.targets!r} is not one of them"
-                f"{nearest(str(self.targets), map(str, item))}"
+                f"{did_you_mean(str(self.targets), map(str, item))}"
             )
         return self.targets
 
@@ -133,7 +133,7 @@ class ItemCollator:
         return matching
 
 
-def is_of_tuple(names: Collection[str]) -> bool:
+def is_tuple_batch(names: Collection[str]) -> bool:
     """Whether the inputs of a batch are parts of a tuple, known only by their order."""
     return bool(names) and set(names) == {PART.format(number) for number in range(len(names))}
 
@@ -174,5 +174,5 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor:
 
 def first_item(rows: Any) -> Any:
     """Return ``rows[0]`` and restore all RNG states, because reading a row may augment it at random."""
-    with states_kept():
+    with preserve_rng_states():
         return rows[0]

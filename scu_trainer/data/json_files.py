@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from scu_trainer.data.formats import KNOWN_COLUMNS
-from scu_trainer.data.opening import opened, shown_name
+from scu_trainer.data.opening import open_data_file, shown_name
 from scu_trainer.data.records import Record
 from scu_trainer.errors import DataError
 
@@ -24,7 +24,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair, whic
 
 def read_json_lines(path: Path) -> Iterator[Record]:
     """Yield the records of a file with one object per line."""
-    with opened(path) as file:
+    with open_data_file(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -34,7 +34,7 @@ def read_json_lines(path: Path) -> Iterator[Record]:
 
 def _json_record(place: str, line: bytes) -> Record:
     try:
-        value = json.loads(line, object_pairs_hook=each_once)
+        value = json.loads(line, object_pairs_hook=dict_of_unique_keys)
     except ValueError as error:  # broken JSON, a duplicate key, or bytes that are not UTF-8
         return Record(place, None, f"not readable as JSON: {error}{_hint(error, line)}")
     except RecursionError:
@@ -47,7 +47,7 @@ class _DuplicateKey(ValueError):
     """An object has a key twice. Python's json module would keep the last value and silently drop the others."""
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def dict_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of ``pairs``, as an ``object_pairs_hook`` for json. Raises ValueError for a duplicate key."""
     value = dict(pairs)
     if len(value) < len(pairs):
@@ -60,7 +60,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _hint(error: ValueError, line: bytes) -> str:
     """Return advice for a line that is not valid JSON, or ""."""
     if isinstance(error, UnicodeDecodeError):
-        return f"; {to_utf_8(error.object)}"
+        return f"; {encoding_advice(error.object)}"
     if line.strip() == b"[":
         return ONE_LIST
     if line.strip() == b"{":
@@ -76,7 +76,7 @@ ONE_LIST = "; if the file is one list of objects, name it .json"
 TO_UTF_8 = "convert it, for instance with iconv -f LATIN1 -t UTF-8"
 
 
-def to_utf_8(content: bytes) -> str:
+def encoding_advice(content: bytes) -> str:
     """Return advice for a file that is not UTF-8. ``content``: the start of the file, or all of it."""
     if content.startswith(b"\x1f\x8b"):
         return "it is compressed by gzip: append .gz to its name"
@@ -127,10 +127,10 @@ def read_json_file(path: Path, columns: Collection[str] = ()) -> Iterator[Record
 
     An object with one of the requested ``columns`` is a row, whatever lists it contains: a folder may have one document
     per file."""
-    with opened(path) as file:
+    with open_data_file(path) as file:
         start = file.read(4096)
         if _is_utf_16(start):  # json.loads accepts UTF-16 bytes, so a list on one line would be taken for a row
-            raise DataError(f"{path} is not UTF-8 text; {to_utf_8(start)}")
+            raise DataError(f"{path} is not UTF-8 text; {encoding_advice(start)}")
         start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
         is_line = _is_whole_object(start.partition(b"\n")[0])
     if start.startswith(b"["):
@@ -166,7 +166,7 @@ def _json_list(path: Path) -> Iterator[Record]:
     """Yield the records of one list. Only a few elements are in memory at a time."""
     name, number = shown_name(path), 0
     try:
-        with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+        with open_data_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
             for number, (value, source) in enumerate(_elements(text), start=1):
                 yield _object_record(f"{name} row {number}", value, source)
     except (ValueError, RecursionError) as error:
@@ -179,7 +179,7 @@ def _json_list(path: Path) -> Iterator[Record]:
 def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
     """Yield each element of a JSON list, with the bytes that it was parsed from. Raises ValueError if the text is not a
     valid list."""
-    decoder = json.JSONDecoder(object_pairs_hook=each_once)
+    decoder = json.JSONDecoder(object_pairs_hook=dict_of_unique_keys)
     buffer, place, is_first = text.read(READ_CHARACTERS).lstrip()[1:], 0, True
     while True:
         place = _SPACE.match(buffer, place).end()
@@ -222,10 +222,10 @@ def _require_end(rest: str, text: TextIO) -> None:
 def _json_object(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
     """Yield the records of one object that may span several lines: its only list of objects contains the rows, unless
     the object is a row itself."""
-    with opened(path) as file:
+    with open_data_file(path) as file:
         content = file.read()
     try:
-        value = json.loads(content, object_pairs_hook=each_once)
+        value = json.loads(content, object_pairs_hook=dict_of_unique_keys)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not readable as JSON: {error}; a .json file is a list of objects") from None
     if {*columns} & {*value}:

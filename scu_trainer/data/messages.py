@@ -62,7 +62,7 @@ def is_answer(message: dict) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def says_something(message: dict) -> bool:
+def has_content(message: dict) -> bool:
     """Whether the message has text, tool calls or reasoning."""
     return bool(message["content"].strip() or {"tool_calls", "reasoning_content"} & {*message})
 

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import numpy
 import torch
 
-from scu_trainer.data.random_states import GENERATORS, of_generator, own_generators, states_kept
+from scu_trainer.data.random_states import GENERATORS, generator_restorer, preserve_rng_states, seeded_generators
 from scu_trainer.errors import DataError
 
 SAMPLE_INDEX = "sample_index"
@@ -59,7 +59,7 @@ class Numbered(torch.utils.data.Dataset):
     def generators(self, indices: Sequence[int], use: int = 0) -> AbstractContextManager[None]:
         """Return a context with generators seeded for the batch of ``indices``. ``use``: 0 to read its rows, 1 to
         collate them."""
-        return own_generators((self._seed, int(self._epoch), int(indices[0])), use)
+        return seeded_generators((self._seed, int(self._epoch), int(indices[0])), use)
 
 
 def _share(epoch: torch.Tensor) -> None:
@@ -123,16 +123,16 @@ def content_crc32(rows: Any) -> Optional[int]:
     """
     if not len(rows):
         return None
-    with states_kept():
+    with preserve_rng_states():
         numbers = numpy.linspace(0, len(rows) - 1, num=min(ROWS_TO_CHECK, len(rows)), dtype=int).tolist()
         first, again = (_crc32_of([rows[number] for number in part]) for part in (numbers[:2], numbers[:2]))
         return _crc32_of([rows[number] for number in numbers]) if first == again else None
 
 
-def draws(rows: Any, collate: Callable[[list[Any]], Any]) -> bool:
+def is_random_per_read(rows: Any, collate: Callable[[list[Any]], Any]) -> bool:
     """Whether rows give a different batch when they are read again. RNG states are restored, and so is ``collate``."""
-    restorers = [of_generator(value) for value in vars(rows).values() if isinstance(value, GENERATORS)]
-    with states_kept():
+    restorers = [generator_restorer(value) for value in vars(rows).values() if isinstance(value, GENERATORS)]
+    with preserve_rng_states():
         batches = [copy.deepcopy(collate)([rows[i] for i in range(min(len(rows), ROWS_TO_CHECK))]) for _ in range(2)]
     for put_back in filter(None, restorers):
         put_back()

@@ -21,7 +21,7 @@ def shown_name(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_data_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading bytes, decompressed if its name ends in .gz. Raises DataError if it cannot be read."""
     try:
         # O_NONBLOCK, because opening a pipe without a writer, or reading a device, might never return.

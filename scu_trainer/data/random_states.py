@@ -18,7 +18,7 @@ from typing import Any, Optional
 import numpy
 import torch
 
-States = list[tuple[Callable[[Any], None], Any]]
+RngStates = list[tuple[Callable[[Any], None], Any]]
 """(function that restores a generator, its state)"""
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
@@ -31,7 +31,7 @@ _last_read: Optional[tuple[Any, bytes, dict[str, Any]]] = None
 """numpy's generator, its memory and its state, as of the last read."""
 
 
-def states() -> States:
+def rng_states() -> RngStates:
     """Return the current states of the generators of torch (CPU), numpy and Python."""
     return [
         (torch.set_rng_state, torch.get_rng_state()),
@@ -40,13 +40,13 @@ def states() -> States:
     ]
 
 
-def put_back(kept: States) -> None:
-    """Restore the generators to the states that ``states`` returned."""
+def restore_rng_states(kept: RngStates) -> None:
+    """Restore the generators to the states that ``rng_states`` returned."""
     for restore, state in kept:
         restore(state)
 
 
-def of_generator(value: Any) -> Optional[Callable[[], None]]:
+def generator_restorer(value: Any) -> Optional[Callable[[], None]]:
     """Return a function that restores a generator to its present state; None if it has no state, as SystemRandom.
 
     ``value``: an instance of one of ``GENERATORS``."""
@@ -60,17 +60,17 @@ def of_generator(value: Any) -> Optional[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def states_kept() -> Iterator[None]:
+def preserve_rng_states() -> Iterator[None]:
     """Restore all generators on exit."""
-    kept = states()
+    kept = rng_states()
     try:
         yield
     finally:
-        put_back(kept)
+        restore_rng_states(kept)
 
 
 @contextlib.contextmanager
-def own_generators(entropy: tuple[int, ...], use: int = 0) -> Iterator[None]:
+def seeded_generators(entropy: tuple[int, ...], use: int = 0) -> Iterator[None]:
     """Seed the generators of Python, numpy and torch (CPU) from ``entropy``, and restore them on exit. ``use``: 0 or 1,
     which give different random numbers."""
     for_python, for_numpy, for_torch = _seeds(entropy)[3 * use : 3 * use + 3]

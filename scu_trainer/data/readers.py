@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from scu_trainer.data.json_files import read_json_file, read_json_lines, to_utf_8
-from scu_trainer.data.opening import opened, shown_name
+from scu_trainer.data.json_files import encoding_advice, read_json_file, read_json_lines
+from scu_trainer.data.opening import open_data_file, shown_name
 from scu_trainer.data.records import Record, table_records
-from scu_trainer.errors import DataError, nearest
-from scu_trainer.figures import counted, first_few
+from scu_trainer.errors import DataError, did_you_mean
+from scu_trainer.figures import count_text, first_few
 
 BLANK_TWICE = 2  # blank lines between the documents of a single .txt file
 BLANK_ONCE = 1  # blank lines between paragraphs
@@ -43,7 +43,7 @@ def require_kind(path: Path) -> str:
             f"the name of {path} {problem}, so its format is unknown; allowed: {ALLOWED_SUFFIXES}. Rename it, or "
             "convert it"
         )
-    with opened(path):
+    with open_data_file(path):
         return kind
 
 
@@ -91,15 +91,15 @@ def _sections(lines: Iterable[str], blank_lines: int) -> Iterator[str]:
 
 def _text_lines(path: Path) -> Iterator[str]:
     try:
-        with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as lines:
+        with open_data_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as lines:
             yield from lines
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; {to_utf_8(error.object)}") from None
+        raise DataError(f"{path} is not UTF-8 text: {error}; {encoding_advice(error.object)}") from None
 
 
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the default, 128 KiB, is shorter than many documents
-    with opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
+    with open_data_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as lines:
         try:
             reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
             reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
@@ -109,7 +109,7 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
         except (csv.Error, UnicodeDecodeError) as error:
             kind = "CSV" if delimiter == "," else "tab-separated table"
             is_encoding = isinstance(error, UnicodeDecodeError)
-            hint = f"; {to_utf_8(error.object)}" if is_encoding else f" (line {reader.reader.line_num})"
+            hint = f"; {encoding_advice(error.object)}" if is_encoding else f" (line {reader.reader.line_num})"
             if "expected after" in str(error) and reader.reader.line_num == 1:
                 hint += f"; if {SEPARATORS[delimiter]} do not separate its fields, {_separator_advice('')}"
             raise DataError(f"{path} is not readable as UTF-8 {kind} with a header line: {error}{hint}") from None
@@ -122,10 +122,10 @@ def _require_columns(path: Path, names: list[str], delimiter: str) -> None:
             f"the header line of {path} is a single column, {names[0]!r}: its fields seem to be separated by "
             f"{SEPARATORS[other]}, not by {SEPARATORS[delimiter]}; {_separator_advice(other)}"
         )
-    require_each_once(f"the header line of {path}", names)
+    require_unique_columns(f"the header line of {path}", names)
 
 
-def require_each_once(where: str, names: list[str]) -> None:
+def require_unique_columns(where: str, names: list[str]) -> None:
     """Raise DataError if two columns have the same name, because the values of one would be lost."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -153,7 +153,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     try:
         # By default pyarrow fetches all row groups ahead: the whole file. A buffered stream holds one page at a time.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=READ_BYTES) as file:
-            require_each_once(f"{path}", file.schema_arrow.names)
+            require_unique_columns(f"{path}", file.schema_arrow.names)
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from table_records(shown_name(path), rows)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a damaged file can raise any
@@ -170,7 +170,7 @@ def _read_arrow(path: Path) -> Iterator[Record]:
             is_file = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
-            require_each_once(f"{path}", reader.schema.names)
+            require_unique_columns(f"{path}", reader.schema.names)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             parts = (batch.slice(start, 256) for batch in batches for start in range(0, batch.num_rows, 256))
             yield from table_records(shown_name(path), (row for part in parts for row in part.to_pylist()))
@@ -223,7 +223,7 @@ def split_of(path: Path, folder: Path) -> Optional[str]:
 
     Raises DataError if one word says train and another says a held-out split."""
     words = _WORD.findall(path.relative_to(folder).as_posix().lower())
-    splits = [named_split(word) for word in words]
+    splits = [canonical_split(word) for word in words]
     if "train" in splits and len(set(splits)) > 1:
         raise DataError(
             f"the name of {path} says {' and '.join(dict.fromkeys(splits))}, so it is unclear whether to train on the "
@@ -237,48 +237,48 @@ def is_hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def named_split(name: str) -> str:
+def canonical_split(name: str) -> str:
     """Return ``train``, ``validation`` or ``test`` for one of their synonyms; any other name in lower case."""
     return _SPLITS.get(name.lower(), name.lower())
 
 
-def split_among(splits: Iterable[str], wanted: Sequence[str]) -> Optional[str]:
+def find_split(splits: Iterable[str], wanted: Sequence[str]) -> Optional[str]:
     """Return the first of the ``wanted`` splits that exists, under its own name or else under a synonym."""
     existing = list(splits)
     for word in wanted:
-        same = [split for split in existing if named_split(split) == named_split(word)]
+        same = [split for split in existing if canonical_split(split) == canonical_split(word)]
         if same:
-            return next((name for name in (word, named_split(word)) if name in same), same[0])
+            return next((name for name in (word, canonical_split(word)) if name in same), same[0])
     return None
 
 
 def require_split(name: str, splits: Iterable[str], wanted: Sequence[str], shown: Iterable[str]) -> str:
-    """Return ``split_among``. ``shown``: the names of the splits for messages. Raises DataError if no wanted split
+    """Return ``find_split``. ``shown``: the names of the splits for messages. Raises DataError if no wanted split
     exists."""
-    chosen = split_among(splits, wanted)
+    chosen = find_split(splits, wanted)
     if chosen is None:
         raise DataError(
             f"{name} has the splits {', '.join(shown)}, but none of the requested: {', '.join(wanted)}"
-            f"{nearest(wanted[0], splits)}; choose one with --dataset_split"
+            f"{did_you_mean(wanted[0], splits)}; choose one with --dataset_split"
         )
     return chosen
 
 
-def held_out_beside(
+def find_held_out_split(
     name: str, splits: Iterable[str], chosen: str, items: str, has_own: bool
 ) -> tuple[Optional[str], tuple[str, ...]]:
     """Return the held-out split of a dataset, and notes about it and about splits that are not read.
 
     ``chosen``: the training split. ``has_own``: an ``eval_dataset`` is given, so no split is held out."""
     others = [split for split in splits if split != chosen]
-    held_out = None if has_own else split_among(others, HELD_OUT_SPLITS)
+    held_out = None if has_own else find_split(others, HELD_OUT_SPLITS)
     left = [split for split in others if split != held_out]
     origin = (f"held-out {items} come from the split {held_out!r} of {name}",) if held_out is not None else ()
     not_read = (f"splits of {name} that were not read: {', '.join(left[:MOST_SPLITS])}",) if left else ()
     return held_out, (*origin, *not_read)
 
 
-def files_of_splits(files: Sequence[Path], folder: Path) -> SplitFiles:
+def group_by_split(files: Sequence[Path], folder: Path) -> SplitFiles:
     """Group files by their splits. Raises DataError if there are training files, and other data files name no split:
     training must not silently use files that are meant for testing."""
     by_split: dict[str, list[Path]] = {}
@@ -303,7 +303,7 @@ def _with_unnamed(by_split: dict[str, list[Path]], rest: list[Path], folder: Pat
 
 
 def _notes(left: list[Path], data: list[Path], splits: list[str], folder: Path) -> tuple[str, ...]:
-    unread, kept = counted(len(left), "file"), counted(len(data), "file")
+    unread, kept = count_text(len(left), "file"), count_text(len(data), "file")
     was = "was" if len(left) == 1 else "were"
     not_read = f"{unread} in {folder} {_verb(left)} no split and {was} not read: {_first_names(left)}"
     trained_on = f"{kept} in {folder} {_verb(data)} no split, next to files for {' and '.join(splits)}: read as train"

@@ -26,7 +26,7 @@ from scu_trainer.control import noise
 from scu_trainer.control.difficulty import Difficulty
 from scu_trainer.control.selection import without_quarantined
 from scu_trainer.errors import CheckpointError, DataError
-from scu_trainer.figures import shown
+from scu_trainer.figures import format_setting
 from scu_trainer.settings import CurriculumSettings
 
 LARGEST_INT32 = 2**31 - 1
@@ -65,7 +65,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
             )
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
         self.content = content
-        self.law = replace(law_of(settings, rows_per_batch), fewest_rows=fewest_rows)
+        self.law = replace(curriculum_config_of(settings, rows_per_batch), fewest_rows=fewest_rows)
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_stale_epochs)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
@@ -111,7 +111,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         Returns whether anything changed."""
         before = self._plan
         snapshot = self.difficulty.view(self.availability, self.costs)
-        self._plan = control.followed(before, done, self.law, snapshot, self.epochs, self.lengths, self.seed)
+        self._plan = control.reselected_plan(before, done, self.law, snapshot, self.epochs, self.lengths, self.seed)
         return self._plan is not before
 
     def update(
@@ -198,7 +198,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         recut = recut or not changes.keys().isdisjoint({"rows_per_batch", "processes"})
         self.was_recut = recut and left > 0
         if self.was_recut:
-            self._plan = control.rest_of(self._plan, done, self.world, self.law, self.lengths, self.seed)
+            self._plan = control.remaining_plan(self._plan, done, self.world, self.law, self.lengths, self.seed)
         return _change_messages(changes, state["epoch"], left if recut else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
@@ -217,7 +217,9 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
 def _change_messages(changes: dict[str, tuple[Any, Any]], epoch: int, rows_cut_again: int) -> list[str]:
     sentences = []
     if changes:
-        was_is = ", ".join(f"{name} {shown(was)} -> {shown(now)}" for name, (was, now) in changes.items())
+        was_is = ", ".join(
+            f"{name} {format_setting(was)} -> {format_setting(now)}" for name, (was, now) in changes.items()
+        )
         sentences.append(
             f"the checkpoint was written with other settings ({was_is}): epoch {epoch + 1} ends as it was planned, "
             "later epochs follow the new settings, so the run differs from one without the interruption"
@@ -257,7 +259,7 @@ class _WithPrefix(Mapping[str, numpy.ndarray]):
         return sum(1 for _ in self)
 
 
-def law_of(settings: CurriculumSettings, rows_per_batch: int) -> control.CurriculumConfig:
+def curriculum_config_of(settings: CurriculumSettings, rows_per_batch: int) -> control.CurriculumConfig:
     """Return the settings in the form that the planner uses."""
     return control.CurriculumConfig(
         methods=settings.methods,

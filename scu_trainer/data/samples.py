@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Optional
 
 import numpy
 
-from scu_trainer.data.statistics import Dropping
-from scu_trainer.figures import counted
+from scu_trainer.data.statistics import DropCounts
+from scu_trainer.figures import count_text
 
 MOST_NAMES = 10  # classes that one line lists
 
@@ -24,7 +24,7 @@ class Contents(NamedTuple):
 
 
 @dataclass
-class SampleStatistics(Dropping):
+class SampleStatistics(DropCounts):
     """Counts of one preparation. ``item``: the word for a sample, in the singular.
 
     read: samples that were read. train, eval: training and held-out samples. per_class: training samples by class name,
@@ -53,7 +53,7 @@ class SampleStatistics(Dropping):
         if len(odd):
             places = [*train.places, *held_out.places]
             self.notes.append(
-                f"{counted(len(odd), f'{self.item} has', f'{self.item}s have')} the same content as one of another "
+                f"{count_text(len(odd), f'{self.item} has', f'{self.item}s have')} the same content as one of another "
                 f"class, so one of the two labels is wrong, first: {places[odd[0]]} and {places[first[group[odd[0]]]]}"
             )
 
@@ -69,10 +69,10 @@ class SampleStatistics(Dropping):
             counts = self.per_class.values()
             names = ", ".join([*islice(self.per_class, MOST_NAMES), *(["..."] if len(counts) > MOST_NAMES else [])])
             fewest = f"{min(counts):,} to " if min(counts) < max(counts) else ""
-            lines.append(f"classes: {len(counts)} ({names}), {fewest}{counted(max(counts), self.item)} each")
+            lines.append(f"classes: {len(counts)} ({names}), {fewest}{count_text(max(counts), self.item)} each")
         lines += self.lines_of_dropped()
         if self.heldout_duplicates:
-            seen = counted(self.heldout_duplicates, f"held-out {self.item} is", f"held-out {self.item}s are")
+            seen = count_text(self.heldout_duplicates, f"held-out {self.item} is", f"held-out {self.item}s are")
             lines.append(f"{seen} also in the training data")
         return [*lines, *self.notes]
 

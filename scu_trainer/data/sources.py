@@ -25,9 +25,9 @@ from scu_trainer.data.readers import (
     HELD_OUT_SPLITS,
     MOST_NAMES,
     SUFFIXES,
-    files_of_splits,
+    find_held_out_split,
+    group_by_split,
     has_several_sections,
-    held_out_beside,
     is_hidden,
     kind_of,
     read_file,
@@ -37,8 +37,8 @@ from scu_trainer.data.readers import (
     shown_name,
 )
 from scu_trainer.data.records import Record, table_records
-from scu_trainer.errors import DataError, nearest
-from scu_trainer.figures import counted
+from scu_trainer.errors import DataError, did_you_mean
+from scu_trainer.figures import count_text
 from scu_trainer.settings import EMBEDDED_DATASETS, DataSettings
 
 NOT_DATA = frozenset(
@@ -113,11 +113,11 @@ def _resolve(
         require_kind(path)
         refuse_hub_settings(name, wanted[-1])
         return _from_files(name, [path], settings, will_split)
-    require_there(name)
+    require_existing_path(name)
     return _from_hub(name, wanted, settings, cache_dir, columns)
 
 
-def require_there(name: str) -> None:
+def require_existing_path(name: str) -> None:
     """Raise DataError if ``name`` looks like a path, a pattern or an address but does not exist; a Hub id passes."""
     path = Path(name).expanduser()
     if path.exists():
@@ -155,7 +155,7 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _nearest_in_folder(path: Path) -> str:
-    return nearest(path.name, [item.name for item in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    return did_you_mean(path.name, [item.name for item in path.parent.iterdir()]) if path.parent.is_dir() else ""
 
 
 # Files
@@ -176,10 +176,12 @@ def _from_folder(
         contents = ", ".join([*others, *map(_shown_link, links[:MOST_NAMES])]) or "nothing"
         raise DataError(f"folder {folder} holds {contents}; it needs files of the kinds {' '.join(SUFFIXES)}")
     notes = (
-        (f"{counted(len(names), 'file')} of other kinds in {folder}, not read: {', '.join(others)}",) if names else ()
+        (f"{count_text(len(names), 'file')} of other kinds in {folder}, not read: {', '.join(others)}",)
+        if names
+        else ()
     )
     notes += notes_of_links(links, folder)
-    by_split, split_notes = files_of_splits(files, folder)
+    by_split, split_notes = group_by_split(files, folder)
     notes += split_notes
     if not by_split or (len(by_split) == 1 and wanted[-1] == "train"):
         return _from_folder_of_one_split(folder, by_split or {"train": files}, notes, wanted, settings, will_split)
@@ -233,7 +235,7 @@ def files_and_links(folder: Path) -> tuple[list[Path], list[Path]]:
 def notes_of_links(links: Sequence[Path], folder: Path) -> tuple[str, ...]:
     """Return a note about the links that were not followed; no note if there are none."""
     names = ", ".join(map(_shown_link, links[:MOST_NAMES]))
-    note = f"{counted(len(links), 'link')} in {folder}, not followed; what they point to is not read: {names}"
+    note = f"{count_text(len(links), 'link')} in {folder}, not followed; what they point to is not read: {names}"
     return (note,) if links else ()
 
 
@@ -341,7 +343,7 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
     ) as error:  # RuntimeError: has a script
         raise DataError(
             f"dataset {name!r} is not an embedded name "
-            f"({', '.join(EMBEDDED_DATASETS)}){nearest(name, EMBEDDED_DATASETS)}, not a file or folder here, "
+            f"({', '.join(EMBEDDED_DATASETS)}){did_you_mean(name, EMBEDDED_DATASETS)}, not a file or folder here, "
             f"and could not be loaded from the Hub: {error}"
         ) from error
 
@@ -382,6 +384,6 @@ def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: 
     source = build(f"{name} ({chosen})", splits[chosen])
     if len(wanted) > 1:
         return source
-    beside, notes = held_out_beside(name, splits, chosen, "documents", settings.eval_dataset is not None)
+    beside, notes = find_held_out_split(name, splits, chosen, "documents", settings.eval_dataset is not None)
     held_out = None if beside is None else build(f"{name} ({beside})", splits[beside])
     return replace(source, held_out=held_out, notes=notes)

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 
 MOST_EXAMPLES = 3  # per reason
 
 
-def lines_of_unused(columns: Mapping[str, int]) -> list[str]:
+def unused_column_lines(columns: Mapping[str, int]) -> list[str]:
     """Return a line about unused columns. ``columns``: number of rows with a value, by name of the unused column."""
-    names = ", ".join(f"{name or 'without a name'} ({counted(count, 'row')})" for name, count in columns.items())
+    names = ", ".join(f"{name or 'without a name'} ({count_text(count, 'row')})" for name, count in columns.items())
     return [f"unused columns: {names}"] if names else []
 
 
-class Dropping:
+class DropCounts:
     """Base of data classes that count what is dropped, by reason, with the first few places as examples."""
 
     dropped: dict[str, int]
@@ -29,12 +29,12 @@ class Dropping:
 
     def add_dropped(self, counts: Mapping[str, int], examples: Mapping[str, list[str]]) -> None:
         """Add counts and examples of other statistics."""
-        count_all(self.dropped, counts)
+        add_counts(self.dropped, counts)
         for reason in counts:
             self.examples[reason] = [*self.examples.get(reason, []), *examples[reason]][:MOST_EXAMPLES]
 
     @property
-    def is_anything_dropped(self) -> bool:
+    def has_dropped(self) -> bool:
         """Whether anything was dropped."""
         return bool(self.dropped)
 
@@ -49,20 +49,20 @@ class Dropping:
             for reason, count in sorted(self.dropped.items())
         ]
 
-    def dropped_in_words(self) -> str:
+    def describe_dropped(self) -> str:
         """Return a phrase for a message, for instance "2 × empty text (notes.jsonl row 3)", or "nothing"."""
         parts = [f"{count:,} × {reason} ({self.examples[reason][0]})" for reason, count in self.dropped.items()]
         return "; ".join(parts) or "nothing"
 
 
-def count_all(into: dict[str, int], more: Mapping[str, int]) -> None:
+def add_counts(into: dict[str, int], more: Mapping[str, int]) -> None:
     """Add the counts of ``more`` to ``into``."""
     for name, count in more.items():
         into[name] = into.get(name, 0) + count
 
 
 @dataclass
-class DataStatistics(Dropping):
+class DataStatistics(DropCounts):
     """Counts of one preparation. With streaming they grow as training reads rows, and start over in each pass.
 
     documents, eval_documents: training and held-out documents. documents_cut: documents longer than a row, which are
@@ -103,7 +103,7 @@ class DataStatistics(Dropping):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Dropped rows by reason, under the name that ``Dropping`` uses."""
+        """Dropped rows by reason, under the name that ``DropCounts`` uses."""
         return self.rows_dropped
 
     def unknown_role(self, role: str, place: str) -> None:
@@ -116,7 +116,7 @@ class DataStatistics(Dropping):
         self.rows_read += other.rows_read
         self.add_dropped(other.rows_dropped, other.examples)
         for name in ("formats", "columns_not_used", "rendered_away", "roles_not_known"):
-            count_all(getattr(self, name), getattr(other, name))
+            add_counts(getattr(self, name), getattr(other, name))
         self.empty_answers += other.empty_answers
         self.role_places = {**other.role_places, **self.role_places}
 
@@ -127,23 +127,23 @@ class DataStatistics(Dropping):
         lines += [
             f"documents: {self.rows_read:,} read, {self.documents:,} for training{so_far}, "
             f"{self.eval_documents:,} held out",
-            f"training: {counted(self.blocks, 'row')}, {counted(self.train_tokens, 'token')}, "
+            f"training: {count_text(self.blocks, 'row')}, {count_text(self.train_tokens, 'token')}, "
             f"{self.supervised_tokens:,} learned{so_far}",
-            f"held out: {counted(self.eval_rows, 'row')}, {counted(self.eval_tokens, 'token')} predicted",
+            f"held out: {count_text(self.eval_rows, 'row')}, {count_text(self.eval_tokens, 'token')} predicted",
         ]
         lines += [SourceStatistics(**source).line(so_far) for source in self.sources]
         if self.documents_cut:
-            longer = counted(self.documents_cut, "document is", "documents are")
+            longer = count_text(self.documents_cut, "document is", "documents are")
             lines.append(f"{longer} longer than a row; what does not fit continues in the next rows")
         if self.answers_cut:
-            cut = counted(self.answers_cut, "conversation is", "conversations are")
+            cut = count_text(self.answers_cut, "conversation is", "conversations are")
             lines.append(
                 f"{cut} cut: answers continue in a row without their question (a larger block_size keeps more of them "
                 "whole, and so does packing: false if rows are packed)"
             )
         lines += self._lines_of_omissions(so_far)
         if self.heldout_duplicates:
-            twice = counted(self.heldout_duplicates, "held-out document is", "held-out documents are")
+            twice = count_text(self.heldout_duplicates, "held-out document is", "held-out documents are")
             lines.append(f"{twice} also in the training data, word for word")
         return [*lines, *self.notes]
 
@@ -152,18 +152,18 @@ class DataStatistics(Dropping):
         return [*self._lines_of_columns(), *self._lines_of_omissions(""), *self.notes]
 
     def _lines_of_columns(self) -> list[str]:
-        lines = [f"read as: {name} ({counted(count, 'row')})" for name, count in self.formats.items()]
-        return lines + lines_of_unused(self.columns_not_used)
+        lines = [f"read as: {name} ({count_text(count, 'row')})" for name, count in self.formats.items()]
+        return lines + unused_column_lines(self.columns_not_used)
 
     def _lines_of_omissions(self, so_far: str) -> list[str]:
         lines = self.lines_of_dropped(so_far)
         for what, count in self.rendered_away.items():
-            lines.append(f"the chat template leaves out {what}, in {counted(count, 'conversation')}")
+            lines.append(f"the chat template leaves out {what}, in {count_text(count, 'conversation')}")
         if self.empty_answers:
             lines.append(f"empty answers in conversations with other answers: {self.empty_answers:,}, not learned")
         for role, count in self.roles_not_known.items():
             lines.append(
-                f"role {role!r} is not known ({counted(count, 'turn')}, first in {self.role_places[role]}): not "
+                f"role {role!r} is not known ({count_text(count, 'turn')}, first in {self.role_places[role]}): not "
                 "learned; rename it to assistant in the data if its words should be learned"
             )
         return lines
@@ -199,11 +199,11 @@ class SourceStatistics:
         """Return a line about this source for the summary."""
         asked = "" if self.asked_share is None else f"{self.asked_share:.2%} asked, "
         if not self.rows:  # streaming, before the first row
-            return f"source {self.name}: {asked}no row{so_far}, {counted(self.eval_documents, 'document')} held out"
+            return f"source {self.name}: {asked}no row{so_far}, {count_text(self.eval_documents, 'document')} held out"
         return (
-            f"source {self.name}: {counted(self.rows_read, 'row')} read, {counted(self.documents, 'document')} for "
-            f"training, {self.eval_documents:,} held out; {asked}{self.row_share:.2%} of the rows ({self.rows:,}) and "
-            f"{self.token_share:.2%} of the tokens learned ({self.supervised_tokens:,}){so_far}{self._repetition()}"
+            f"source {self.name}: {count_text(self.rows_read, 'row')} read, {count_text(self.documents, 'document')} "
+            f"for training, {self.eval_documents:,} held out; {asked}{self.row_share:.2%} of the rows ({self.rows:,}) "
+            f"and {self.token_share:.2%} of the tokens learned ({self.supervised_tokens:,}){so_far}{self._repetition()}"
         )
 
     def _repetition(self) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scu_trainer.errors import StorageError
-from scu_trainer.run_files import make_room, sync
+from scu_trainer.run_files import free_space_hint, sync
 
 if TYPE_CHECKING:
     import datasets
@@ -34,7 +34,7 @@ def digest_of(*parts) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return ``folder``, after ``build(new_folder)`` has built it if it did not exist. Raises StorageError if it cannot
     be written."""
     from filelock import FileLock
@@ -127,5 +127,5 @@ def storage_errors(folder: Path, what: str = "cached data"):
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot write {what} to {folder}: {error}; {make_room()} or set cache_dir to another folder"
+            f"cannot write {what} to {folder}: {error}; {free_space_hint()} or set cache_dir to another folder"
         ) from error

@@ -14,7 +14,7 @@ from scu_trainer.hardware.optimizer_bytes import (
     FLOAT32_BYTES,
     UPDATED_IN_PLACE,
     Apart,
-    memory_of,
+    optimizer_memory_of,
     part_bytes_on,
     state_bytes,
     step_blocks,
@@ -48,7 +48,7 @@ OVERHEAD = {
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainableWeights:
     """The trainable weights: ``size_bytes`` in their own dtype, their number, and the bytes of the largest parameter.
 
     ``apart`` is the number of weights in each group that some optimizers treat differently.
@@ -116,7 +116,7 @@ PARTS = tuple(item.name for item in fields(MemoryEstimate))
 
 
 @dataclass(frozen=True)
-class Held:
+class AdditionalMemory:
     """What a run keeps in memory in addition to its trainable weights.
 
     Fields:
@@ -137,9 +137,9 @@ class Held:
     more_copies: int = 0
     copies_parts: bool = False
 
-    def bytes_of(self, trained: Trained) -> dict[str, int]:
+    def bytes_of(self, trained: TrainableWeights) -> dict[str, int]:
         """Return the bytes by part of MemoryEstimate."""
-        apart_weights = trained.apart.get(memory_of(self.optim).apart, 0)
+        apart_weights = trained.apart.get(optimizer_memory_of(self.optim).apart, 0)
         state, exchange = state_bytes(self.optim, trained.size_bytes, trained.weights, apart_weights), 0
         state += self.more_copies * trained.size_bytes
         if self.zero_stage:
@@ -155,7 +155,7 @@ class Held:
             "exchange": exchange,
         }
 
-    def step_blocks(self, trained: Trained, device: str) -> list[int]:
+    def step_blocks(self, trained: TrainableWeights, device: str) -> list[int]:
         """Return the sizes of the temporary blocks in an optimizer's step on a device of type ``device``."""
         part_bytes = min(trained.size_bytes, max(trained.largest_bytes, part_bytes_on(device)))
         own_bytes = trained.size_bytes // (self.processes if self.zero_stage else 1)
@@ -169,8 +169,8 @@ class Held:
 
 def estimate_memory(
     traced: Mapping[str, int],
-    trained: Trained,
-    held: Held,
+    trained: TrainableWeights,
+    held: AdditionalMemory,
     device: str,
     heap_bytes: Optional[int] = None,
     compiled_bytes: int = 0,

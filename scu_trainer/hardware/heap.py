@@ -21,14 +21,14 @@ GRAIN_BYTES = 16 * 2**10
 """Granularity at which used places of the heap are recorded: a few pages, so that a large heap needs few records."""
 
 
-def give_back_freed() -> None:
+def release_freed_memory() -> None:
     """Return freed heap memory to the system; does nothing if the C library cannot do that (macOS, musl)."""
     trim = _c_function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
-def settle() -> None:
+def settle_malloc_thresholds() -> None:
     """Set glibc's thresholds now to the values that the first freed block of 32 MiB would give them.
 
     Smaller blocks then come from the heap, which returns free memory at its end only beyond 64 MiB. With the initial
@@ -46,7 +46,7 @@ def keep_freed() -> bool:
     """Make this process keep up to 2 GiB of freed memory for later allocations, including large blocks.
 
     By default glibc returns blocks of some MiB to the system as soon as they are freed. A training step frees most of
-    its memory, so the system would zero the same pages again in every step. ``give_back_freed`` still works. The
+    its memory, so the system would zero the same pages again in every step. ``release_freed_memory`` still works. The
     default behavior, with thresholds that adapt, cannot be restored. Returns False if the C library has no such
     settings (macOS, musl).
     """
@@ -90,8 +90,8 @@ class UntouchedHeap:
     """
 
     def __init__(self) -> None:
-        settle()  # a training does the same
-        give_back_freed()
+        settle_malloc_thresholds()  # a training does the same
+        release_freed_memory()
         self._library = ctypes.CDLL(None)
         self._library.free.argtypes = [ctypes.c_void_p]
         self._end_of_heap = self._library.sbrk
@@ -155,4 +155,4 @@ class UntouchedHeap:
     def __exit__(self, *exception: object) -> None:
         for key in list(self._blocks):
             self.give(key)
-        give_back_freed()
+        release_freed_memory()

@@ -77,14 +77,14 @@ state."""
 NOT_IN_ONE_PLACE = ("paged", "galore", "apollo", "lomo")
 
 
-def memory_of(optim: str) -> OptimizerMemory:
+def optimizer_memory_of(optim: str) -> OptimizerMemory:
     """Return the memory that ``optim`` needs, a lower bound: 0 if its state can move elsewhere or is not known."""
     if any(part in optim for part in NOT_IN_ONE_PLACE):
         return OptimizerMemory()
     return next((needs for part, needs in STATES if part in optim), OptimizerMemory())
 
 
-def uncounted(optim: str) -> Optional[str]:
+def uncounted_state(optim: str) -> Optional[str]:
     """Return why the state of ``optim`` is not counted; None if it is known, or is elsewhere by design (paged)."""
     if any(part in optim for part in ("galore", "apollo")):
         return f"the state of optim: {optim}, which depends on its rank"
@@ -97,7 +97,7 @@ def state_bytes(optim: str, trained_bytes: int, trained_weights: int, apart_weig
 
     ``apart_weights`` is how many of these it treats differently.
     """
-    needs, stored_bytes = memory_of(optim), trained_bytes / max(1, trained_weights)
+    needs, stored_bytes = optimizer_memory_of(optim), trained_bytes / max(1, trained_weights)
     per_weight = needs.copies * stored_bytes + needs.bytes_per_weight
     per_apart_weight = needs.apart_copies * stored_bytes + needs.apart_bytes_per_weight
     return int(per_weight * (trained_weights - apart_weights) + per_apart_weight * apart_weights)
@@ -108,7 +108,7 @@ def step_blocks(optim: str, device: str, largest_bytes: int, largest_weights: in
 
     On a GPU they are for all weights that are updated together. ``device`` is the type of the device.
     """
-    needs = memory_of(optim)
+    needs = optimizer_memory_of(optim)
     if device in ("cuda", "xpu") and needs.foreach_copies:
         return [together_bytes] * needs.foreach_copies
     on_cpu = int(needs.cpu_step_copies) if device == "cpu" else 0

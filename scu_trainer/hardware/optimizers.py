@@ -156,7 +156,7 @@ FOR_BFLOAT16, STOCHASTIC = "adamw_torch_8bit", "bf16_stochastic_round=True"
 """The default optimizer for weights that are stored in bfloat16, and its ``optim_args``."""
 
 
-def keeps_small_steps(optim: str, optim_args: Optional[str]) -> bool:
+def preserves_small_updates(optim: str, optim_args: Optional[str]) -> bool:
     """Return whether an optimizer keeps updates that are smaller than the rounding of a bfloat16 weight.
 
     torchao does so on average, by stochastic rounding if ``optim_args`` turn it on; torch-optimi always accumulates the

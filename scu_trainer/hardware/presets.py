@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 
 import yaml
 
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.settings.memory import size_in_gib
 
 FOLDER = Path(__file__).parent / "presets"
@@ -73,8 +73,8 @@ def find(text: str) -> Preset:
         several = " or ".join(preset.name for preset in matching)
         raise SettingsError(f"machine {text!r} can be {several}; name one of them")
     raise SettingsError(
-        f"no machine is called {text!r}; known: {', '.join(names)}{nearest(text, names)}; for another GPU, name the "
-        "most similar one, and give the free memory of yours as --limit"
+        f"no machine is called {text!r}; known: {', '.join(names)}{did_you_mean(text, names)}; for another GPU, name "
+        "the most similar one, and give the free memory of yours as --limit"
     )
 
 

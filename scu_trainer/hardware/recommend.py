@@ -86,7 +86,7 @@ class SettingChoice:
 
 
 @dataclass(frozen=True)
-class Means:
+class AvailableChanges:
     """What can be changed for a model on a machine.
 
     Fields:
@@ -104,7 +104,7 @@ class Means:
     offloading: bool
 
 
-def choices(asked: SettingChoice, means: Means, device: str) -> list[SettingChoice]:
+def choices(asked: SettingChoice, means: AvailableChanges, device: str) -> list[SettingChoice]:
     """Return ``asked`` and all alternatives, ordered by how much they change the result, then by speed.
 
     Alternatives with shorter rows come last, the shortest at the end.
@@ -126,7 +126,7 @@ def choices(asked: SettingChoice, means: Means, device: str) -> list[SettingChoi
     )
 
 
-def _same_length_choices(asked: SettingChoice, means: Means) -> Iterator[SettingChoice]:
+def _same_length_choices(asked: SettingChoice, means: AvailableChanges) -> Iterator[SettingChoice]:
     """Yield ``asked`` and all alternatives with the same block size."""
     halves = {asked.mixed_precision} | ({means.half} if means.half and asked.mixed_precision == "no" else set())
     for (tuning, in_8bit), half in itertools.product(_tunings(asked, means), sorted(halves)):
@@ -142,7 +142,7 @@ def _same_length_choices(asked: SettingChoice, means: Means) -> Iterator[Setting
                 yield from _full_tuning_choices(choice, means)
 
 
-def _full_tuning_choices(choice: SettingChoice, means: Means) -> Iterator[SettingChoice]:
+def _full_tuning_choices(choice: SettingChoice, means: AvailableChanges) -> Iterator[SettingChoice]:
     """Yield the alternatives to ``choice`` that only full tuning has: smaller optimizers and offloading."""
     # These optimizers are refused for trainable bfloat16 weights, which already have an 8-bit state by default.
     for optim in SMALL_OPTIMIZERS if choice.dtype != "bfloat16" else ():
@@ -152,7 +152,7 @@ def _full_tuning_choices(choice: SettingChoice, means: Means) -> Iterator[Settin
         yield replace(choice, offload=True)
 
 
-def _tunings(asked: SettingChoice, means: Means) -> Iterator[tuple[str, bool]]:
+def _tunings(asked: SettingChoice, means: AvailableChanges) -> Iterator[tuple[str, bool]]:
     """Yield the possible (tuning, load_in_8bit)."""
     yield asked.tuning, asked.load_in_8bit
     if not means.adapters:

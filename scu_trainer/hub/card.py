@@ -48,14 +48,14 @@ def write_card(run: Path) -> bool:
     Raises StorageError if it cannot be written.
     """
     path = run / CARD
-    if not is_ours(path):
+    if not is_replaceable_card(path):
         return False
     facts = read_facts(run, run)
     write_text(path, card_of(facts, str(run), base_license(facts.base)))
     return True
 
 
-def is_ours(path: Path) -> bool:
+def is_replaceable_card(path: Path) -> bool:
     """Return whether a card may be replaced: it is unchanged since we wrote it, an empty template, or missing."""
     if not path.is_file():
         return True

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Optional
 
-from scu_trainer.figures import before_and_after, best_on_the_way
+from scu_trainer.figures import before_and_after, best_evaluation
 from scu_trainer.hub import card_training
 from scu_trainer.hub.facts import IMAGES, Facts
 from scu_trainer.hub.local_paths import is_local, public_name
@@ -125,7 +125,7 @@ def _results(facts: Facts) -> str:
     ]
     if facts.merge:
         lines += ["", "Measured on the adapter, before it was merged."]
-    best = best_on_the_way(metrics)
+    best = best_evaluation(metrics)
     if best is not None:
         lines += ["", f"Best evaluation during training: {best}."]
     return "\n".join(lines)

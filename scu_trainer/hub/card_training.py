@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from scu_trainer.hub.facts import Facts
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 
 HYPERPARAMETERS = (
     "learning_rate",
@@ -151,7 +151,7 @@ def machine(facts: Facts) -> str:
     if costs.get("seconds_per_step") is not None:
         lines.append(f"- {costs['seconds_per_step']:.3f} s per optimizer step")
     if costs.get("peak_bytes"):
-        lines.append(f"- peak memory of the process: {readable(costs['peak_bytes'])}")
+        lines.append(f"- peak memory of the process: {format_bytes(costs['peak_bytes'])}")
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     lines += [f"- {known}"] if known else []
     if facts.description.get("git_commit"):
@@ -162,9 +162,9 @@ def machine(facts: Facts) -> str:
 def _hardware(found: dict[str, Any]) -> list[str]:
     if not found:
         return []
-    gpus = [f"{gpu['name']} ({readable(gpu['total_bytes'])})" for gpu in found.get("gpus", [])]
+    gpus = [f"{gpu['name']} ({format_bytes(gpu['total_bytes'])})" for gpu in found.get("gpus", [])]
     return [
-        f"- processor: {found['cpu']}, {found['cores']:g} cores, {readable(found['ram_bytes'])} of main memory",
+        f"- processor: {found['cpu']}, {found['cores']:g} cores, {format_bytes(found['ram_bytes'])} of main memory",
         f"- GPUs: {', '.join(gpus) or 'none'}",
     ]
 

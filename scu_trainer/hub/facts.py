@@ -109,22 +109,22 @@ def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts,
     ``merge`` is the content of a merge.json that is not written yet. Raises HubError if the adapter of merged weights
     no longer exists.
     """
-    made = made_by_us(path)
+    made = read_made_file(path)
     merged = path if "adapter" in made else None
     if merged is not None:
         merge, path = made, Path(made["adapter"])
         if not path.is_dir():
             raise HubError(f"the adapter that {merged} was made from is no longer in {path}; merge it again")
-    return read_facts(path, run_of(path), merge), merged
+    return read_facts(path, run_directory_of(path), merge), merged
 
 
-def made_by_us(folder: Path) -> dict[str, Any]:
+def read_made_file(folder: Path) -> dict[str, Any]:
     """Return what merge, export or prune wrote next to weights; {} for files of other programs with these names."""
     contents = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
     return next((made for made in contents if isinstance(made, dict) and made.get("format") == 1), {})
 
 
-def run_of(weights: Path) -> Optional[Path]:
+def run_directory_of(weights: Path) -> Optional[Path]:
     """Return the run directory that ``weights`` is, or of which it is a checkpoint; None if there is none."""
     if (weights / "training_config.json").is_file():
         return weights

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Optional, Union
 
 from scu_trainer.errors import HubError, ModelError
-from scu_trainer.hub.card import CARD, card_of, is_ours
+from scu_trainer.hub.card import CARD, card_of, is_replaceable_card
 from scu_trainer.hub.facts import MERGE_FILE, Facts
 from scu_trainer.hub.local_paths import without_local_paths
 from scu_trainer.models.published import ADAPTER, PROCESSOR, WEIGHTS, model_files, names_like
@@ -72,7 +72,7 @@ class Upload:
         return sum(item.size_bytes for item in self.items)
 
 
-def upload_of(
+def collect_upload(
     facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str], merged: Optional[Path] = None
 ) -> Upload:
     """Collect the files of a run to publish; ``merged`` is the folder of its merged weights, to replace its adapter.
@@ -103,7 +103,7 @@ def upload_of(
     reasons = {**STAY, **(dict.fromkeys(ADAPTER, "merged into the weights") if merged is not None else {})}
     names = sorted(path.name for path in facts.weights.iterdir())
     left_out = [(name, _reason(name, reasons)) for name in names if name not in {*sources, CARD}]
-    if merged is not None and not is_ours(facts.weights / CARD):
+    if merged is not None and not is_replaceable_card(facts.weights / CARD):
         left_out.append((CARD, f"the edited card of the adapter; that of the merged weights is {merged / CARD}"))
     return Upload(sorted(items, key=lambda item: item.path_in_repo), left_out, edited)
 
@@ -133,7 +133,7 @@ def _refuse_missing_parts(weights: Path, names: Iterable[str]) -> None:
             )
 
 
-def superseded(there: Iterable[str], upload: Upload) -> list[str]:
+def superseded_files(there: Iterable[str], upload: Upload) -> list[str]:
     """Return which files on the Hub (``there``), left by an earlier push, would be loaded instead of ``upload``.
 
     Libraries load the base that an ``adapter_config.json`` names, and prefer ``model.safetensors`` to an index, even if
@@ -168,7 +168,7 @@ def _published(name: str, path: Path, base_id: Optional[str]) -> Union[Path, byt
 
 def _card(facts: Facts, own: Path, repo_id: str, license: Optional[str], base_id: Optional[str]) -> tuple[bytes, bool]:
     """Return the content of the card, and whether it is the user's ``own`` file."""
-    if not is_ours(own):
+    if not is_replaceable_card(own):
         return own.read_bytes(), True
     return card_of(facts, repo_id, license, base_id).encode(), False
 

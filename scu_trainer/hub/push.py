@@ -18,10 +18,17 @@ from typing import Any, Optional, TypeVar
 from urllib.parse import urlsplit
 
 from scu_trainer.errors import HubError
-from scu_trainer.figures import counted
-from scu_trainer.hub.card import CARD, is_ours
-from scu_trainer.hub.files import Upload, superseded
-from scu_trainer.models.loading.hub_errors import as_hub_error, end_stalls, endpoint, hub_line, is_passing, status_of
+from scu_trainer.figures import count_text
+from scu_trainer.hub.card import CARD, is_replaceable_card
+from scu_trainer.hub.files import Upload, superseded_files
+from scu_trainer.models.loading.hub_errors import (
+    as_hub_error,
+    endpoint,
+    hub_line,
+    is_transient_error,
+    set_connection_timeout,
+    status_of,
+)
 from scu_trainer.secrets import redact, secret
 
 T = TypeVar("T")
@@ -75,7 +82,7 @@ def token_for(given: Optional[str]) -> str:
     return token
 
 
-def require_open(repo_id: str, token: str, private: bool) -> None:
+def require_push_access(repo_id: str, token: str, private: bool) -> None:
     """Raise HubError if the Hub would refuse a later push, as far as can be checked without writing.
 
     It checks the token, write access to the repository, and that it is private if ``private``.
@@ -85,7 +92,7 @@ def require_open(repo_id: str, token: str, private: bool) -> None:
 
     api = HfApi(token=token)
     with as_hub_error(repo_id):
-        end_stalls()
+        set_connection_timeout()
         if "/" not in repo_id:
             repo_id = f"{api.whoami()['name']}/{repo_id}"
         try:
@@ -138,7 +145,7 @@ def push(
         "url": f"{endpoint()}/{repo_id}",
         "commit": commit.oid,
         "is_changed": commit.oid != before.sha,
-        "removed": superseded(_names(before), upload),
+        "removed": superseded_files(_names(before), upload),
         "replaced": sorted({item.path_in_repo for item in upload.items} & _names(before)),
         "before": before.sha,
         "is_card_kept": is_card_kept,
@@ -152,7 +159,7 @@ def sent_notes(sent: dict[str, Any]) -> list[str]:
     notes, kept = [CARD_KEPT] if sent["is_card_kept"] else [], f"revision {sent['before']} has them as they were"
     if sent["is_changed"] and sent["replaced"]:
         notes.append(
-            f"{counted(len(sent['replaced']), 'file was', 'files were')} there before under these names: {kept}"
+            f"{count_text(len(sent['replaced']), 'file was', 'files were')} there before under these names: {kept}"
         )
     if sent["removed"]:
         names = ", ".join(sent["removed"])
@@ -164,7 +171,7 @@ def _commit(api: Any, upload: Upload, repo_id: str, revision: Optional[str], mes
     """Make the commit. Each retry needs new operations, because they remember the state of the Hub."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    gone = superseded(_names(api.model_info(repo_id, revision=revision)), upload)
+    gone = superseded_files(_names(api.model_info(repo_id, revision=revision)), upload)
     operations = [CommitOperationAdd(item.path_in_repo, item.source) for item in upload.items]
     operations += [CommitOperationDelete(name) for name in gone]
     return api.create_commit(repo_id, operations, commit_message=message, revision=revision)
@@ -174,7 +181,7 @@ def _has_edited_card(api: Any, info: Any) -> bool:
     """Return whether the card on the Hub was edited by hand, usually in a browser."""
     if CARD not in _names(info):
         return False
-    return not is_ours(Path(api.hf_hub_download(info.id, CARD, revision=info.sha)))
+    return not is_replaceable_card(Path(api.hf_hub_download(info.id, CARD, revision=info.sha)))
 
 
 def _names(info: Any) -> set[str]:
@@ -213,10 +220,10 @@ def _retried(request: Callable[[], T]) -> T:
 
     for wait_s in (*WAITS_S, None):
         try:
-            end_stalls()
+            set_connection_timeout()
             return request()
         except (HfHubHTTPError, OSError, RuntimeError, httpx2.TransportError) as error:
-            if wait_s is None or not is_passing(error):
+            if wait_s is None or not is_transient_error(error):
                 raise
             line = hub_line(error, "")
         print(f"{redact(line).partition(';')[0]}; again in {wait_s} s", file=sys.stderr)

@@ -55,7 +55,7 @@ def exact_products(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def switches_kept() -> Iterator[None]:
+def torch_switches_restored() -> Iterator[None]:
     """Restore torch's process-wide switches afterwards: TF32, determinism, and how cuDNN chooses kernels."""
     with without_collector():
         import torch

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from scu_trainer.errors import ModelError, nearest
+from scu_trainer.errors import ModelError, did_you_mean
 
 BLOCKS_ATTRIBUTE = "checkpoint_blocks"
 
@@ -120,7 +120,7 @@ def _named_blocks(model: nn.Module) -> list[nn.Module]:
         if name not in modules:
             raise ModelError(
                 f"{type(model).__name__}.{BLOCKS_ATTRIBUTE} names {name!r}, which is not one of its "
-                f"modules{nearest(name, modules)}"
+                f"modules{did_you_mean(name, modules)}"
             )
     return [modules[name] for name in named]
 
@@ -241,10 +241,10 @@ def _context(block: nn.Module) -> dict[str, Any]:
 
 def _contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """Return the contexts of the first run and of the recomputation, which must not update the statistics again."""
-    return contextlib.nullcontext(), StatisticsKept(block)
+    return contextlib.nullcontext(), PreservedStatistics(block)
 
 
-class StatisticsKept:
+class PreservedStatistics:
     """Context in which BatchNorm and similar layers update copies of their statistics, which are then dropped.
 
     May be nested. Copies work for any layer, whatever its formula; with momentum 0 instead, an infinite mean times 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.merge import check_merge, merge_tolerance
-from scu_trainer.run_files import give_usual_mode
+from scu_trainer.run_files import apply_umask
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def write_model(merged: PreTrainedModel, processor: Any, folder: Path, max_shard
     """Save the model in safetensors files of up to ``max_shard_size``, with its ``processor`` (or tokenizer)."""
     merged.save_pretrained(folder, max_shard_size=max_shard_size)
     processor.save_pretrained(folder)
-    give_usual_mode(folder.iterdir())
+    apply_umask(folder.iterdir())
 
 
 def read_back(folder: Path, task: str, device: torch.device, trust_remote_code: bool = False) -> nn.Module:

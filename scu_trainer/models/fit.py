@@ -27,7 +27,7 @@ def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row
 
 def require_positions(model: nn.Module, name: str, longest_row: int) -> None:
     """Raise SettingsError if ``model`` cannot read ``longest_row`` tokens at once."""
-    positions = positions_of(model)
+    positions = max_positions_of(model)
     if positions is not None and longest_row > positions:
         raise SettingsError(
             f"rows of {longest_row} tokens exceed the {positions} positions of {name}; use --block_size {positions} "
@@ -35,7 +35,7 @@ def require_positions(model: nn.Module, name: str, longest_row: int) -> None:
         )
 
 
-def positions_of(model: nn.Module) -> Optional[int]:
+def max_positions_of(model: nn.Module) -> Optional[int]:
     """Return how many tokens ``model`` can read at once, less those of a learned prompt; None without a limit."""
     config = getattr(model.config, "text_config", model.config)
     positions = getattr(config, "max_position_embeddings", None)

@@ -50,7 +50,7 @@ def isolates(model: nn.Module, vocab_size: int) -> bool:
     return change <= (HALF_TOLERANCE if is_half else TOLERANCE)
 
 
-def can_be_asked(model: nn.Module) -> bool:
+def has_all_weights(model: nn.Module) -> bool:
     """Return whether this process holds all weights; weights that are split over ranks or on meta give no logits."""
     from transformers.integrations.fsdp import is_fsdp_enabled
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scu_trainer.errors import ModelError, nearest
+from scu_trainer.errors import ModelError, did_you_mean
 from scu_trainer.models.asking import in_mode
-from scu_trainer.models.checkpointing import StatisticsKept
+from scu_trainer.models.checkpointing import PreservedStatistics
 from scu_trainer.models.quantize import is_mamba
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _require_known(wanted: str) -> None:
     if wanted not in allowed and "/" not in wanted:  # a name with a slash is a kernel on the Hub
         raise ModelError(
             f"attn_implementation is {wanted!r}; allowed: {', '.join(sorted(allowed))}, or a kernel on the Hub"
-            f"{nearest(wanted, allowed)}"
+            f"{did_you_mean(wanted, allowed)}"
         )
 
 
@@ -118,7 +118,13 @@ def kernel_line(model: nn.Module, inputs: dict[str, Any], autocast: Optional[Abs
     the device of ``model``, and ``autocast`` is the context of the forward in training. Mode, RNG and running
     statistics of ``model`` are restored. ``model`` must not be compiled.
     """
-    with in_mode(model, True), _rng_kept(model), StatisticsKept(model), _Recorder(model) as record, torch.enable_grad():
+    with (
+        in_mode(model, True),
+        _rng_kept(model),
+        PreservedStatistics(model),
+        _Recorder(model) as record,
+        torch.enable_grad(),
+    ):
         with autocast or contextlib.nullcontext():
             model(**inputs)
     attention = f"attention: {record.attention()}" if record.attention() else "no attention layers"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Union
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.asking import evaluating, exact_products
-from scu_trainer.models.quantize import stored_bits, without_torchao
+from scu_trainer.models.quantize import dequantized_by_torchao, stored_bits
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +184,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def _full_tensor(name: str, module: nn.Module, leaf: str) -> torch.Tensor:
     bits = stored_bits(module) if leaf == "weight" else None
     if bits is None:
-        return without_torchao(getattr(module, leaf))
+        return dequantized_by_torchao(getattr(module, leaf))
     from transformers.pytorch_utils import Conv1D
 
     weight = _unpacked_4bit(name, module.weight) if bits == 4 else _unpacked_8bit(module)

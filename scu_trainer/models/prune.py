@@ -292,7 +292,7 @@ def _rebuilt(model: PreTrainedModel, plan: PruningPlan, weights: dict[str, torch
     return smaller.eval()
 
 
-def measure_statistics_again(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> None:
+def recompute_batchnorm_statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> None:
     """Set the running means and variances of BatchNorm to their averages over ``batches``.
 
     The old ones belong to inputs from before channels were cut out. A model without BatchNorm does not change.

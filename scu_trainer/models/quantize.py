@@ -70,7 +70,7 @@ def quantization_config(
     """Return the value for ``from_pretrained(quantization_config=...)``; None if the files are already quantized so.
 
     Args:
-        skeleton: the model without weights, see ``skeleton_of``.
+        skeleton: the model without weights, see ``meta_model``.
         compute_dtype: the dtype in which 4-bit layers compute; 8-bit layers use the dtype of their input.
 
     Raises ModelError for a model that is quantized in another way, or has nothing to quantize.
@@ -98,7 +98,7 @@ def quantization_config(
     )
 
 
-def skeleton_of(
+def meta_model(
     config: PretrainedConfig, trust_remote_code: bool = False, auto: Any = None, **options: Any
 ) -> PreTrainedModel:
     """Build the model of ``config`` on the meta device: it has names and shapes, but takes no memory.
@@ -213,7 +213,7 @@ def is_of_torchao(weight: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # DTensors of FSDP have to_local
 
 
-def without_torchao(weight: torch.Tensor) -> torch.Tensor:
+def dequantized_by_torchao(weight: torch.Tensor) -> torch.Tensor:
     """Return ``weight`` as a plain tensor, dequantized if torchao has packed it."""
     return weight.dequantize() if is_of_torchao(weight) else weight
 
@@ -244,11 +244,11 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
         parameter.requires_grad_(False)
         if parameter.dtype == torch.float16 and id(parameter) not in packed:
             parameter.data = parameter.data.float()
-    keep_as_loaded(model)
+    prevent_repacking(model)
     return model
 
 
-def packed_of_another_shape(model: nn.Module) -> list[str]:
+def mismatched_packed_weights(model: nn.Module) -> list[str]:
     """Return the names of packed weights that do not have the shape of their layer.
 
     transformers reports such a mismatch only for weights that it does not pack.
@@ -263,7 +263,7 @@ def packed_of_another_shape(model: nn.Module) -> list[str]:
     return names
 
 
-def give_type(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_bfloat16_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert bfloat16 weights to ``dtype``.
 
     On a device without FP8, transformers unpacks FP8 weights to the dtype that was asked for, but leaves the weights
@@ -276,7 +276,7 @@ def give_type(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def keep_as_loaded(model: nn.Module) -> None:
+def prevent_repacking(model: nn.Module) -> None:
     """Keep bitsandbytes from repacking 4-bit weights on CPUs with avx512_bf16, and undo it if it has happened.
 
     There, the first evaluation repacks them for a kernel without a backward: from then on gradients are silently wrong
@@ -304,7 +304,7 @@ def keep_as_loaded(model: nn.Module) -> None:
 # -- reporting sizes ---------------------------------------------------------------------------------------------------
 
 
-def numbers_in(parameter: torch.Tensor) -> int:
+def weight_count_of(parameter: torch.Tensor) -> int:
     """Return the number of weights in a parameter; for packed 4-bit weights ``numel`` counts bytes, which hold two."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else math.prod(state.shape)
@@ -331,7 +331,7 @@ def quantized_line(model: PreTrainedModel) -> str:
     quantized, full = Counter(), Counter()
     for parameter, module in _parameters_once(model):
         if parameter is module._parameters.get("weight") and stored_bits(module):
-            quantized[stored_bits(module)] += numbers_in(parameter)
+            quantized[stored_bits(module)] += weight_count_of(parameter)
         else:
             full[_kind(module)] += parameter.numel()
     stored = " and ".join(f"{count:,} weights in {bits} bits" for bits, count in sorted(quantized.items()))

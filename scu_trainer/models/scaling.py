@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.loading.adapters import active_configs, takes_from_base
+from scu_trainer.models.loading.adapters import active_configs, changes_base_weights
 
 Moved = tuple[torch.Tensor, Callable[[float], torch.Tensor]]
 """A weight, and a function that returns its value for a share of the update."""
@@ -95,7 +95,7 @@ def _require_scalable(config: Any) -> None:
     kind, why = getattr(config, "peft_type", SCALED[0]), None
     if kind not in SCALED:
         why = f"is of peft_type {getattr(kind, 'value', kind)}, whose update is not a product that can be scaled"
-    elif takes_from_base(config):
+    elif changes_base_weights(config):
         why = f"has init_lora_weights: {config.init_lora_weights}, which subtracts its initial value from the base"
     if why is not None:
         raise ModelError(f"the adapter {why}; merge it, and give the merged model with --base")

@@ -10,7 +10,7 @@ from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import UNITS
-from scu_trainer.report.kinds import CONFIG, EPOCH, METRICS, Row, fitting
+from scu_trainer.report.kinds import CONFIG, EPOCH, METRICS, Row, drop_wrong_types
 from scu_trainer.run_files import read_json, read_rows, read_status
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class _Reader:
         return {}
 
     def fitting(self, name: str, found: Row, kinds: Row) -> Row:
-        return fitting(found, kinds, self.folder / name, self.faults)
+        return drop_wrong_types(found, kinds, self.folder / name, self.faults)
 
     def rows(self, name: str) -> Sequence[Row]:
         return [row for row in self.read(name, read_rows, []) if isinstance(row, dict)]

@@ -44,7 +44,7 @@ EPOCH: Row = {
 }
 
 
-def fitting(found: Row, kinds: Row, file: Any, faults: list[str], within: str = "") -> Row:
+def drop_wrong_types(found: Row, kinds: Row, file: Any, faults: list[str], within: str = "") -> Row:
     """Return ``found``, the content of ``file``, without the values whose type differs from ``kinds``. Each of those is
     reported in ``faults``. ``within``: prefix of the names in these reports."""
     kept = {}
@@ -53,9 +53,9 @@ def fitting(found: Row, kinds: Row, file: Any, faults: list[str], within: str = 
         if not _is_of_kind(value, kind):
             faults.append(f"{file} holds {_shortened(value)} as its {path}, which no run writes; it is left out")
         elif isinstance(kind, Mapping) and value is not None:
-            kept[name] = fitting(value, kind, file, faults, f"{path}.")
+            kept[name] = drop_wrong_types(value, kind, file, faults, f"{path}.")
         elif isinstance(kind, list) and value is not None:
-            numbered = fitting(dict(enumerate(value)), {EACH: kind[0]}, file, faults, f"{path}.")
+            numbered = drop_wrong_types(dict(enumerate(value)), {EACH: kind[0]}, file, faults, f"{path}.")
             kept[name] = [item for item in numbered.values() if item is not None]
         else:
             kept[name] = value

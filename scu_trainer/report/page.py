@@ -40,7 +40,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Stretches:
+class MarkedText:
     """A text of which parts are highlighted. ``parts``: (text, whether it is highlighted)."""
 
     caption: str
@@ -61,7 +61,7 @@ class Drawing:
 @dataclass(frozen=True)
 class Section:
     title: str
-    blocks: Sequence[Table | Text | Stretches | Drawing]
+    blocks: Sequence[Table | Text | MarkedText | Drawing]
 
 
 @dataclass(frozen=True)

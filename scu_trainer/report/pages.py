@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.figures import before_and_after, scored_on
+from scu_trainer.figures import before_and_after, held_out_size
 from scu_trainer.report import samples
 from scu_trainer.report.ablation import Comparison, comparison_plots, or_dash, result_rows
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.files import RunFiles
 from scu_trainer.report.page import Drawing, Page, Section, Table, Text
-from scu_trainer.report.render import TOLD_APART
+from scu_trainer.report.render import MOST_DISTINCT_LINES
 from scu_trainer.report.run_plots import run_plots
 from scu_trainer.report.settings_table import as_rows, changed, differences, hardware, repeat_command, repeat_yaml, show
 from scu_trainer.report.words import key_figures, notes, warnings
 
-MOODS = {
+STATE_STYLES = {
     "finished": "good",
     "running": "live",
     "starting": "live",
@@ -48,7 +48,7 @@ def page_of(
         return _comparison_page(subject, drawings, written, reload_s)
     many = len(subject) > 1
     title = " and ".join(run.name for run in subject) if len(subject) < 4 else f"{len(subject)} runs"
-    pills = [(f"{run.name}: {run.state}" if many else run.state, MOODS.get(run.state, "bad")) for run in subject]
+    pills = [(f"{run.name}: {run.state}" if many else run.state, STATE_STYLES.get(run.state, "bad")) for run in subject]
     sections = [
         Section(
             "Key figures",
@@ -65,8 +65,11 @@ def page_of(
 
 
 def _lead_text(runs: Sequence[RunFiles]) -> str:
-    if len(runs) > TOLD_APART:
-        return f"Only {TOLD_APART} runs can be told apart by colour and line style, so the plots name none; give fewer."
+    if len(runs) > MOST_DISTINCT_LINES:
+        return (
+            f"Only {MOST_DISTINCT_LINES} runs can be told apart by colour and line style, so the plots name none; "
+            "give fewer."
+        )
     if len(runs) > 1:
         return "A run has the same colour and line style in all plots."
     return runs[0].detail
@@ -95,7 +98,7 @@ def _changes_tables(runs: Sequence[RunFiles]) -> list[Table]:
 def _different_data_warning(runs: Sequence[RunFiles]) -> list[Text]:
     """Return a warning if runs were scored on different held-out data, because readers compare scores side by side."""
     scored = [run for run in runs if "held_out_tokens" in run.metrics]
-    if len({scored_on(run.metrics) for run in scored}) < 2:
+    if len({held_out_size(run.metrics) for run in scored}) < 2:
         return []
     first, *others = (str(run.folder) for run in scored)
     command = shlex.join(["scu-trainer", "eval", first, "--against", *others, "--eval_dataset", "FILE"])

@@ -33,7 +33,7 @@ THEMES: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 COLORS = 7
-TOLD_APART = COLORS * len(DASHES)
+MOST_DISTINCT_LINES = COLORS * len(DASHES)
 """How many lines look different. With more, a legend could not name them."""
 
 NAMES = tuple(THEMES["light"])

@@ -20,7 +20,7 @@ from scu_trainer.report.absent import (
 )
 from scu_trainer.report.drawing import MUTED, Band, Level, Line, Panel, Plot
 from scu_trainer.report.files import Row, RunFiles, newest, points
-from scu_trainer.report.render import TOLD_APART
+from scu_trainer.report.render import MOST_DISTINCT_LINES
 from scu_trainer.report.statistics_plots import curriculum_panels
 
 GIB = 2**30
@@ -53,7 +53,11 @@ def _plot(key: str, title: str, draw: Draw, why: Callable[[RunFiles], str], runs
     panels = [panel for panel in draw(runs) if panel.lines or panel.bands]
     empty = [run for run in runs if not draw([run])]
     notes = _notes(empty, why, is_alone=len(runs) == 1)
-    shown = panels if 1 < len(runs) <= TOLD_APART else [_without_needless_legend(panel, len(runs)) for panel in panels]
+    shown = (
+        panels
+        if 1 < len(runs) <= MOST_DISTINCT_LINES
+        else [_without_needless_legend(panel, len(runs)) for panel in panels]
+    )
     return Plot(key, title, shown, _alt_text(title, panels, runs), notes)
 
 
@@ -66,8 +70,8 @@ def _notes(runs: Sequence[RunFiles], why: Callable[[RunFiles], str], is_alone: b
 
 
 def _without_needless_legend(panel: Panel, runs: int) -> Panel:
-    """Remove the legend of a panel with a single line, which the title names, and of more than TOLD_APART runs, whose
-    legend would be unreadable and take most of the time that a report takes."""
+    """Remove the legend of a panel with a single line, which the title names, and of more than MOST_DISTINCT_LINES
+    runs, whose legend would be unreadable and take most of the time that a report takes."""
     if runs == 1 and (len(panel.lines) > 1 or panel.levels or panel.bands):
         return panel
     return replace(panel, lines=[replace(line, label="") for line in panel.lines])

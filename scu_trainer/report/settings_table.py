@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 from scu_trainer.report.files import RunFiles
 from scu_trainer.report.run_plots import number
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 
 PLACES = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is stored, not how it trains."""
@@ -80,7 +80,7 @@ def hardware(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _size(size_bytes: Optional[float]) -> str:
-    return MISSING if size_bytes is None else readable(size_bytes)
+    return MISSING if size_bytes is None else format_bytes(size_bytes)
 
 
 def repeat_yaml(run: RunFiles) -> str:

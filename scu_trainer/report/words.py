@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from scu_trainer.figures import before_and_after, best_on_the_way, bits_of, counted, scored_on
+from scu_trainer.figures import before_and_after, best_evaluation, bits_of, count_text, held_out_size
 from scu_trainer.report.files import RunFiles, newest, points
 from scu_trainer.report.run_plots import in_bits, number, only_measured, ooms
-from scu_trainer.run_files import readable
-from scu_trainer.settings.mixture import shown
+from scu_trainer.run_files import format_bytes
+from scu_trainer.settings.mixture import dataset_label
 from scu_trainer.settings.tasks import TEXT
 
 NONE = "-"
@@ -72,12 +72,12 @@ def _held_out_figures(run: RunFiles) -> list[tuple[str, str]]:
     """Return the held-out figures after training, or the last evaluation of a run that has not ended. Another table has
     the figures before training, and the change."""
     found = [(row.what.strip(), row.after) for row in before_and_after(run.metrics)]
-    found += [("held out", scored_on(run.metrics))] if "held_out_tokens" in run.metrics else []
+    found += [("held out", held_out_size(run.metrics))] if "held_out_tokens" in run.metrics else []
     if not found:
         newest_bpt = newest(run.logs, "eval_bpt")
         said = NONE if newest_bpt is None else f"{newest_bpt:.3f} at the last evaluation"
         return [(f"held-out bits per {run.unit}", said)]
-    best = best_on_the_way(run.metrics)
+    best = best_evaluation(run.metrics)
     return found if best is None else [*found, ("best during training", best)]
 
 
@@ -98,9 +98,9 @@ def _s_text(run: RunFiles, control: Mapping[str, Any]) -> str:
 def _peak(run: RunFiles) -> str:
     peak = (run.metrics.get("costs") or {}).get("peak_bytes") or (run.metrics.get("memory") or {}).get("peak_bytes")
     if peak:
-        return f"{readable(peak)} (this process)"
+        return f"{format_bytes(peak)} (this process)"
     logged = points(run.logs, "memory/peak_bytes")[1]
-    return f"{readable(max(logged))} (all that counts toward the limit)" if logged else NONE
+    return f"{format_bytes(max(logged))} (all that counts toward the limit)" if logged else NONE
 
 
 def _ooms(run: RunFiles) -> str:
@@ -112,10 +112,10 @@ def _ooms(run: RunFiles) -> str:
 def _data(run: RunFiles) -> str:
     data = run.config.get("data") or {}
     rows = data.get("blocks", data.get("samples", data.get("rows_read")))
-    named = shown(run.settings.get("dataset")) or NONE
+    named = dataset_label(run.settings.get("dataset")) or NONE
     of_pass = " of its last pass" if data.get("streaming") else ""
     is_known = isinstance(rows, int) and (rows or not of_pass)
-    return f"{named}, {counted(rows, 'row')}{of_pass}" if is_known else named
+    return f"{named}, {count_text(rows, 'row')}{of_pass}" if is_known else named
 
 
 def duration(seconds: Optional[float]) -> str:
@@ -180,7 +180,7 @@ def _nonfinite(run: RunFiles) -> list[tuple[str, str]]:
     count = statistics.get("skipped_steps", newest(run.logs, "skipped_steps")) or 0
     if not count:
         return []
-    steps = counted(count, "step was", "steps were")
+    steps = count_text(count, "step was", "steps were")
     reason = ", or had a spike" if statistics.get("spikes") else ""
     found = [("bad numbers", f"{steps} skipped because the loss or gradient was not finite{reason}")]
     for item in (statistics.get("skipped") or [])[:MOST_ROWS]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from scu_trainer.errors import StorageError
-from scu_trainer.run_files import make_room, read_json, require_writable, write_json
+from scu_trainer.run_files import free_space_hint, read_json, require_writable, write_json
 from scu_trainer.secrets import redact
 
 PAGE = "index.html"
@@ -78,7 +78,7 @@ def _replace(path: Path, content: str | bytes) -> None:
         beside.write_bytes(redact(content).encode() if isinstance(content, str) else content)
         os.replace(beside, path)
     except OSError as error:
-        fix = f"{make_room()} or give another --output"
+        fix = f"{free_space_hint()} or give another --output"
         raise StorageError(f"cannot write {path}: {error.strerror}; {fix}") from error
     finally:
         beside.unlink(missing_ok=True)

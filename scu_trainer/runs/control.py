@@ -15,12 +15,20 @@ from typing import Any, Optional
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import RunStatus, require_room, require_writable, write_text
 from scu_trainer.runs import room
-from scu_trainer.runs.process import MARK, Identity, Machine, Platform, family, is_alive, this_platform
+from scu_trainer.runs.process import (
+    TOKEN_VARIABLE,
+    Identity,
+    Machine,
+    Platform,
+    is_alive,
+    processes_of_run,
+    this_platform,
+)
 from scu_trainer.runs.progress import START_LINE, last_error, newest_checkpoint, tail
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.state import Report, report
-from scu_trainer.runs.store import ENDED, Options, Run, RunRecord, check_name
-from scu_trainer.runs.supervisor import settle
+from scu_trainer.runs.store import ENDED_STATUSES, Options, Run, RunRecord, check_name
+from scu_trainer.runs.supervisor import record_final_status
 from scu_trainer.secrets import SECRET_PARTS, redact
 
 NEEDED_BYTES = 64 * 2**20
@@ -35,7 +43,7 @@ Spawn = Callable[[Sequence[str], str, Mapping[str, str], Path], Any]
 
 
 @dataclass(frozen=True)
-class Hands:
+class RunBackend:
     """The functions that act on the system, which tests replace. ``spawn``: None uses the one of ``platform``."""
 
     machine: Machine = field(default_factory=Machine)
@@ -46,7 +54,7 @@ class Hands:
 
 
 @dataclass(frozen=True)
-class Wish:
+class StartRequest:
     """A request to start a run. ``config``: the configuration file as text; ``flags``: further flags of the training
     command."""
 
@@ -56,7 +64,7 @@ class Wish:
     options: Options = field(default_factory=Options)
 
 
-def check(wish: Wish, root: Path) -> None:
+def check(wish: StartRequest, root: Path) -> None:
     """Raise a UserError for a start that is invalid. The training settings are checked later, by training itself."""
     check_name(wish.name)
     path, options = root / wish.name, wish.options
@@ -76,7 +84,7 @@ def check(wish: Wish, root: Path) -> None:
     require_room(root, NEEDED_BYTES, "--root")
 
 
-def _check_secrets(wish: Wish) -> None:
+def _check_secrets(wish: StartRequest) -> None:
     where = "the configuration" if redact(wish.config) != wish.config else "the flags"
     if redact(wish.config) != wish.config or any(redact(flag) != flag for flag in wish.flags):
         raise SettingsError(
@@ -88,7 +96,7 @@ def _check_secrets(wish: Wish) -> None:
 # -- starting ----------------------------------------------------------------------------------------------------------
 
 
-def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
+def start(wish: StartRequest, root: Path, hands: RunBackend) -> RunRecord:
     """Start a run in the background and return its record once its process has registered itself. Raises a UserError
     if the start is invalid or fails."""
     check(wish, root)
@@ -106,13 +114,13 @@ def start(wish: Wish, root: Path, hands: Hands) -> RunRecord:
     return _spawn_and_register(run, record, hands)
 
 
-def _new_record(run: Run, hands: Hands, **fields: Any) -> RunRecord:
+def _new_record(run: Run, hands: RunBackend, **fields: Any) -> RunRecord:
     """Return the record of a start that is requested now."""
     new = {"token": uuid.uuid4().hex, "directory": str(run.path.absolute())}
     return RunRecord(**new, asked_s=time.time(), spawner=hands.machine.identity(), **fields)
 
 
-def _spawn_and_register(run: Run, record: RunRecord, hands: Hands) -> RunRecord:
+def _spawn_and_register(run: Run, record: RunRecord, hands: RunBackend) -> RunRecord:
     run.write(record)
     run.stop_request.unlink(missing_ok=True)
     # Written after the record: "queued" next to the old record, whose process has ended, would mean a killed run.
@@ -144,7 +152,7 @@ def environment() -> dict[str, str]:
 
 
 def _child_environment(record: RunRecord) -> dict[str, str]:
-    variables = {**os.environ, **record.environment, MARK: record.token, "PYTHONUNBUFFERED": "1"}
+    variables = {**os.environ, **record.environment, TOKEN_VARIABLE: record.token, "PYTHONUNBUFFERED": "1"}
     threads = record.options.threads
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
@@ -153,7 +161,7 @@ def _child_environment(record: RunRecord) -> dict[str, str]:
     return variables
 
 
-def _wait_until_registered(run: Run, child: Any, hands: Hands) -> RunRecord:
+def _wait_until_registered(run: Run, child: Any, hands: RunBackend) -> RunRecord:
     started_s = hands.clock()
     while hands.clock() - started_s < REGISTERS_WITHIN_S:
         ended = child.poll() is not None  # checked before the record is read: the process may register and then end
@@ -170,7 +178,7 @@ def _wait_until_registered(run: Run, child: Any, hands: Hands) -> RunRecord:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
+def resume(run: Run, hands: RunBackend) -> tuple[RunRecord, Optional[str]]:
     """Run the command of ``run`` again. Returns the record and the name of the checkpoint that training resumes from.
 
     The command runs in its original working directory, or in the current one if that no longer exists, because a
@@ -179,7 +187,11 @@ def resume(run: Run, hands: Hands) -> tuple[RunRecord, Optional[str]]:
     before = _require_record(run, "resumed")
     with FileLock(run.folder / "start.lock"):  # the second of two simultaneous resumes finds the run alive
         seen = report(run, hands.machine)
-        if seen.state.is_alive and seen.state.status in ENDED and _wait_until_ended(before, hands, ENDS_WITHIN_S):
+        if (
+            seen.state.is_alive
+            and seen.state.status in ENDED_STATUSES
+            and _wait_until_ended(before, hands, ENDS_WITHIN_S)
+        ):
             seen = report(run, hands.machine)
         if seen.state.is_alive:
             raise SettingsError(f"{run.name} is {seen.state.status} already; nothing to resume")
@@ -217,7 +229,7 @@ def _require_record(run: Run, action: str) -> RunRecord:
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
 
-def stop(run: Run, hands: Hands, timeout_s: Optional[float] = None, now: bool = False) -> Report:
+def stop(run: Run, hands: RunBackend, timeout_s: Optional[float] = None, now: bool = False) -> Report:
     """Ask a run to write a checkpoint and end, and wait until it has. ``now``: kill all its processes instead.
 
     Returns a report of the run afterwards, which is still alive if it did not end within ``timeout_s``.
@@ -234,12 +246,12 @@ def stop(run: Run, hands: Hands, timeout_s: Optional[float] = None, now: bool = 
     has_begun = after.progress.step is not None and run.status().get("status") != "queued"
     if not after.state.is_alive and after.state.status == "killed" and (now or not has_begun):
         how = "ended at once by runs stop --now" if now else "stopped before training began"
-        settle(run, "stopped", how)
+        record_final_status(run, "stopped", how)
         after = report(run, hands.machine)
     return after
 
 
-def _wait_for_registration(run: Run, hands: Hands) -> RunRecord:
+def _wait_for_registration(run: Run, hands: RunBackend) -> RunRecord:
     """Return the record once the process has registered itself. Raises SettingsError for a run without a process."""
     started_s = hands.clock()
     while True:
@@ -258,10 +270,10 @@ def _wait_for_registration(run: Run, hands: Hands) -> RunRecord:
         hands.sleep(LOOK_EVERY_S)
 
 
-def _process_to_signal(run: Run, record: RunRecord, hands: Hands) -> Identity:
+def _process_to_signal(run: Run, record: RunRecord, hands: RunBackend) -> Identity:
     """Return the process that receives the stop signal: rank 0, which informs the other ranks. A signal to the launcher
     would not do: a launcher kills its ranks after 30 seconds, which may be too short for a step and a checkpoint."""
-    members, status = family(record.process, record.token, hands.machine), run.status()
+    members, status = processes_of_run(record.process, record.token, hands.machine), run.status()
     rank = status.get("pid") if status.get("status") == "running" else None
     return next((member for member in members if member.pid == rank), record.process)
 
@@ -278,19 +290,19 @@ def _create_stop_request(run: Run) -> bool:
     return True
 
 
-def _wait_until_ended(record: RunRecord, hands: Hands, timeout_s: Optional[float]) -> bool:
+def _wait_until_ended(record: RunRecord, hands: RunBackend, timeout_s: Optional[float]) -> bool:
     started_s = hands.clock()
-    while is_alive(record.process, hands.machine) or family(record.process, record.token, hands.machine):
+    while is_alive(record.process, hands.machine) or processes_of_run(record.process, record.token, hands.machine):
         if timeout_s is not None and hands.clock() - started_s >= timeout_s:
             return False
         hands.sleep(0.05)
     return True
 
 
-def _kill_all(record: RunRecord, hands: Hands) -> None:
+def _kill_all(record: RunRecord, hands: RunBackend) -> None:
     """Kill all processes of the run, repeatedly, because a process may start another before it ends."""
     started_s = hands.clock()
-    while members := family(record.process, record.token, hands.machine):
+    while members := processes_of_run(record.process, record.token, hands.machine):
         if hands.clock() - started_s > ENDS_WITHIN_S:
             numbers = ", ".join(str(member.pid) for member in members)
             raise StorageError(

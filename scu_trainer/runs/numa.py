@@ -44,7 +44,7 @@ def node_of(device: str, ask: Ask = ask_driver, sys: Path = SYS) -> Optional[int
     return None if number < 0 else number
 
 
-def bind(wanted: str, devices: Sequence[str], ask: Ask = ask_driver, sys: Path = SYS) -> Optional[str]:
+def bind_to_numa_node(wanted: str, devices: Sequence[str], ask: Ask = ask_driver, sys: Path = SYS) -> Optional[str]:
     """Bind this process, and all that it starts, to one node. ``wanted``: "auto", "off", or the number of a node.
 
     Returns a description for the log, or None if nothing was changed. Raises RequirementError if the node does not

@@ -23,7 +23,7 @@ import psutil
 
 from scu_trainer.errors import RequirementError
 
-MARK = "SCU_TRAINER_BACKGROUND"
+TOKEN_VARIABLE = "SCU_TRAINER_BACKGROUND"
 """Environment variable that holds the token of a start. Children that leave the session still inherit it."""
 
 BOOT_TOLERANCE_S = 300.0
@@ -100,7 +100,7 @@ def _psutil_process(pid: int) -> Optional[ProcessInfo]:
 # -- whether a process is alive ----------------------------------------------------------------------------------------
 
 
-def look(identity: Identity, machine: Machine) -> Fact:
+def check_process(identity: Identity, machine: Machine) -> Fact:
     """Return what happened to a process. A zombie counts as dead, because it does nothing any more."""
     if identity.host != machine.host():
         return "elsewhere"
@@ -115,7 +115,7 @@ def look(identity: Identity, machine: Machine) -> Fact:
 
 
 def is_alive(identity: Identity, machine: Machine) -> bool:
-    return look(identity, machine) in ("alive", "suspended")
+    return check_process(identity, machine) in ("alive", "suspended")
 
 
 def _same_boot(before: str, now: str) -> bool:
@@ -124,13 +124,13 @@ def _same_boot(before: str, now: str) -> bool:
     return before == now
 
 
-def family(supervisor: Identity, token: str, machine: Machine) -> list[Identity]:
+def processes_of_run(supervisor: Identity, token: str, machine: Machine) -> list[Identity]:
     """Return the living processes of a run: the supervisor, its session, and children that left the session but have
     its token."""
     return [member for member in _processes(machine) if _belongs(member, supervisor, token, machine)]
 
 
-def marked(token: str, machine: Machine) -> list[Identity]:
+def processes_with_token(token: str, machine: Machine) -> list[Identity]:
     """Return all living processes that have ``token`` in the environment variable MARK."""
     return [member for member in _processes(machine) if _has_mark(member.pid, token)]
 
@@ -168,7 +168,7 @@ def _session_of(pid: int) -> Optional[int]:
 
 def _has_mark(pid: int, token: str) -> bool:
     try:
-        return psutil.Process(pid).environ().get(MARK) == token
+        return psutil.Process(pid).environ().get(TOKEN_VARIABLE) == token
     except (psutil.Error, OSError):  # it belongs to another user, or has ended meanwhile
         return False
 

@@ -87,7 +87,7 @@ def _windows_lock(descriptor: int, wait: bool) -> bool:
 
 
 @dataclass(frozen=True)
-class QueuePlace:
+class QueueEntry:
     """A place in a queue. ``run``: the directory of the run."""
 
     number: int
@@ -95,7 +95,7 @@ class QueuePlace:
     run: str
 
 
-class Line:
+class DeviceQueue:
     """The queue of one device."""
 
     def __init__(self, device: str, folder: Optional[Path] = None, machine: Optional[Machine] = None) -> None:
@@ -103,22 +103,22 @@ class Line:
         self._machine = machine or Machine()
         self._turn: Optional[FileLock] = None
 
-    def join(self, process: Identity, run: Path) -> QueuePlace:
+    def join(self, process: Identity, run: Path) -> QueueEntry:
         """Add a place at the end. Places of dead processes are removed here only, so that no number is used twice."""
         with FileLock(self.folder / "line.lock"):
             places = self._places()
             for place in places:
                 if not is_alive(place.process, self._machine):
                     self._file(place.number).unlink()
-            place = QueuePlace(1 + max((place.number for place in places), default=0), process, str(run.absolute()))
+            place = QueueEntry(1 + max((place.number for place in places), default=0), process, str(run.absolute()))
             write_json(self._file(place.number), asdict(place))
         return place
 
-    def waiting(self) -> list[QueuePlace]:
+    def waiting(self) -> list[QueueEntry]:
         """Return the places whose processes are alive, in order. The first one has its turn."""
         return [place for place in self._places() if is_alive(place.process, self._machine)]
 
-    def take_turn(self, place: QueuePlace) -> bool:
+    def take_turn(self, place: QueueEntry) -> bool:
         """Take the turn if ``place`` is first, and return whether this process has it. It keeps it until it ends."""
         if self._turn is not None:
             return True
@@ -131,7 +131,7 @@ class Line:
         self._turn = lock
         return True
 
-    def leave(self, place: QueuePlace) -> None:
+    def leave(self, place: QueueEntry) -> None:
         """Give up the place and the turn, for a process that does something else afterwards."""
         with FileLock(self.folder / "line.lock"):
             self._file(place.number).unlink(missing_ok=True)
@@ -143,7 +143,7 @@ class Line:
         if self._turn is not None:
             self._turn.keep_through_exec()
 
-    def _places(self) -> list[QueuePlace]:
+    def _places(self) -> list[QueueEntry]:
         found = []
         for path in sorted(self.folder.glob("[0-9]*.json")) if self.folder.is_dir() else ():
             try:
@@ -152,7 +152,7 @@ class Line:
                 if path.exists():
                     raise
                 continue  # it left the queue in the meantime
-            found.append(QueuePlace(content["number"], Identity(**content["process"]), content["run"]))
+            found.append(QueueEntry(content["number"], Identity(**content["process"]), content["run"]))
         return found
 
     def _file(self, number: int) -> Path:
@@ -160,8 +160,8 @@ class Line:
 
 
 def wait_for_turn(
-    line: Line,
-    place: QueuePlace,
+    line: DeviceQueue,
+    place: QueueEntry,
     lacks: Callable[[], Optional[str]],
     tell: Callable[[str], None],
     sleep: Callable[[float], None],

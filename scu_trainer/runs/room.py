@@ -42,7 +42,7 @@ def visible_devices(chosen: Sequence[str], environment: Mapping[str, str] = os.e
     return {"CUDA_VISIBLE_DEVICES": ",".join(names), **order}
 
 
-def choose(asked: str, found: Sequence[str], length_of: Callable[[str], int]) -> str:
+def choose_device(asked: str, found: Sequence[str], length_of: Callable[[str], int]) -> str:
     """Return the device that was asked for, or for "auto" the one with the shortest queue. Raises RequirementError if
     there is no such device."""
     if asked == "auto":
@@ -60,7 +60,7 @@ def default_threads() -> int:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def lacking(
+def missing_memory(
     device: str,
     max_ram_percent: float,
     max_gpu_percent: float,

@@ -17,10 +17,10 @@ import psutil
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware.watching.monitor import held_bytes
 from scu_trainer.run_files import free_bytes, storage_error
-from scu_trainer.runs.process import Fact, Machine, look
+from scu_trainer.runs.process import Fact, Machine, check_process
 from scu_trainer.runs.progress import Progress, last_error, progress, seconds
-from scu_trainer.runs.queue import Line
-from scu_trainer.runs.store import ENDED, Run, RunRecord
+from scu_trainer.runs.queue import DeviceQueue
+from scu_trainer.runs.store import ENDED_STATUSES, Run, RunRecord
 
 COMING_UP_S = 3.0
 """A started process registers itself within this time; a tenth of it is usual."""
@@ -67,14 +67,14 @@ class Evidence:
 def judge(seen: Evidence) -> RunState:
     """Decide what a run is doing."""
     status = seen.status.get("status", "queued")
-    if status in ENDED and (seen.record is None or seen.copied_from is not None):
+    if status in ENDED_STATUSES and (seen.record is None or seen.copied_from is not None):
         # The recorded process may do something else by now, as a notebook does, or may belong to the original run.
         return _judge_ended(seen, status)
     if seen.copied_from is not None:
         return RunState("copied", f"a copy of {seen.copied_from}, last seen {status}; it has no process of its own")
     if seen.fact in ("alive", "suspended"):
         return _judge_living(seen, status)
-    if status in ENDED:
+    if status in ENDED_STATUSES:
         return _judge_ended(seen, status)
     if seen.fact is None:
         return _judge_without_process(seen)
@@ -101,7 +101,7 @@ def judge(seen: Evidence) -> RunState:
 
 def _judge_living(seen: Evidence, status: str) -> RunState:
     record = seen.record
-    if status in ENDED:
+    if status in ENDED_STATUSES:
         ended = _judge_ended(seen, status)
         return replace(ended, detail=ended.detail or "its process is just ending", is_alive=True)
     if seen.fact == "suspended":
@@ -219,7 +219,7 @@ def _report(run: Run, machine: Machine, now_s: float) -> Report:
             status=status,
             record=record,
             fact=fact,
-            spawner=None if record is None else look(record.spawner, machine),
+            spawner=None if record is None else check_process(record.spawner, machine),
             now_s=now_s,
             updated_s=found.updated_s,
             error=last_error(run.console),
@@ -234,7 +234,7 @@ def _report(run: Run, machine: Machine, now_s: float) -> Report:
 
 def _recorded_process(run: Run, record: Optional[RunRecord], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
     if record is not None:
-        return (None, None) if record.process is None else (record.process.pid, look(record.process, machine))
+        return (None, None) if record.process is None else (record.process.pid, check_process(record.process, machine))
     return _process_of_manual_run(run.status(), machine)
 
 
@@ -260,5 +260,5 @@ def _process_of_manual_run(status: Mapping[str, Any], machine: Machine) -> tuple
 def _count_ahead(state: RunState, record: Optional[RunRecord], machine: Machine) -> Optional[int]:
     if state.status != "queued" or record is None or not record.devices:
         return None
-    places = Line(record.devices[-1], machine=machine).waiting()
+    places = DeviceQueue(record.devices[-1], machine=machine).waiting()
     return next((index for index, place in enumerate(places) if place.process == record.process), None)

@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.errors import SettingsError, StorageError, nearest
+from scu_trainer.errors import SettingsError, StorageError, did_you_mean
 from scu_trainer.run_files import read_json, read_status, write_json
 from scu_trainer.runs.process import Identity
 
 ROOT = Path("runs")
 FOLDER = "background"
 NAME = re.compile(r"[^\W_][\w.-]{0,63}")  # letters of any alphabet
-ENDED = ("stopped", "finished", "failed")
+ENDED_STATUSES = ("stopped", "finished", "failed")
 """Statuses of run.json after which no process is expected."""
 
 
@@ -177,7 +177,7 @@ def _is_run(path: Path) -> bool:
         return True
 
 
-def find(name: str, root: Path) -> Run:
+def find_run(name: str, root: Path) -> Run:
     """Return the run ``name`` below ``root``, or the run in the directory ``name``. Raises SettingsError, which
     suggests the nearest name, if there is none."""
     for path in (root / name, Path(name)):
@@ -185,7 +185,7 @@ def find(name: str, root: Path) -> Run:
             return Run(path, path.absolute().name)
     known = [run.name for run in all_runs(root)]
     listed = f"; runs: {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "; there is none yet"
-    raise SettingsError(f"no run {name!r} in {root}{nearest(name, known)}{listed}")
+    raise SettingsError(f"no run {name!r} in {root}{did_you_mean(name, known)}{listed}")
 
 
 def free_name(wanted: str, taken: Collection[str]) -> str:

@@ -20,8 +20,8 @@ from scu_trainer.run_files import RunStatus
 from scu_trainer.runs import numa, room
 from scu_trainer.runs.process import Machine, Platform, this_platform
 from scu_trainer.runs.progress import last_error
-from scu_trainer.runs.queue import Line, wait_for_turn
-from scu_trainer.runs.store import ENDED, Run, RunRecord
+from scu_trainer.runs.queue import DeviceQueue, wait_for_turn
+from scu_trainer.runs.store import ENDED_STATUSES, Run, RunRecord
 
 STOPPED, INTERRUPTED = 3, 130
 AFTERWARDS = {STOPPED: "stopped", INTERRUPTED: "stopped", 128 + signal.SIGTERM: "stopped"}
@@ -33,7 +33,7 @@ def _exec(words: Sequence[str]) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Outside:
+class SupervisorBackend:
     """Functions and objects that tests replace. ``train``: runs the training command in this process; ``become``:
     replaces this process by a launcher."""
 
@@ -43,12 +43,12 @@ class Outside:
     platform: Platform = field(default_factory=this_platform)
     sleep: Callable[[float], None] = time.sleep
     devices: Callable[[], list[str]] = room.devices
-    lacking: Callable[[str, float, float], Optional[str]] = room.lacking
+    lacking: Callable[[str, float, float], Optional[str]] = room.missing_memory
     lines: Optional[Path] = None
     """Folder of the queues; None: the default folder of this user."""
 
 
-def lead(run: Run, outside: Outside) -> int:
+def supervise(run: Run, outside: SupervisorBackend) -> int:
     """Carry out a background run from its registration to its end. Returns its exit code."""
     supervisor = _Supervisor(run, outside)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -75,7 +75,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 class _Supervisor:
-    def __init__(self, run: Run, outside: Outside) -> None:
+    def __init__(self, run: Run, outside: SupervisorBackend) -> None:
         self.run, self.outside = run, outside
         self.is_training = False
 
@@ -111,7 +111,7 @@ class _Supervisor:
         limits = (options.max_ram_percent, options.max_gpu_percent)
         record = self.run.change(devices=tuple(chosen))
         for name in chosen:
-            line = Line(name, self.outside.lines, self.outside.machine)
+            line = DeviceQueue(name, self.outside.lines, self.outside.machine)
             place = line.join(record.process, self.run.path)
             lacks = functools.partial(self.outside.lacking, name, *limits)
             wait_for_turn(line, place, lacks, self._report_waiting, self.outside.sleep)
@@ -120,7 +120,7 @@ class _Supervisor:
         return self._bind_to_node(record, chosen)
 
     def _bind_to_node(self, record: RunRecord, devices: Sequence[str]) -> RunRecord:
-        note = numa.bind(record.options.numa_node, devices)
+        note = numa.bind_to_numa_node(record.options.numa_node, devices)
         if note is None:
             return record
         print(note, flush=True)
@@ -132,8 +132,8 @@ class _Supervisor:
         found, asked = self.outside.devices(), record.options.device
         if asked == "auto" and record.options.launcher != "python":
             return sorted(found)  # a launcher starts a process on each
-        lines = {device: Line(device, self.outside.lines, self.outside.machine) for device in found}
-        return [room.choose(asked, found, lambda device: len(lines[device].waiting()))]
+        lines = {device: DeviceQueue(device, self.outside.lines, self.outside.machine) for device in found}
+        return [room.choose_device(asked, found, lambda device: len(lines[device].waiting()))]
 
     def _report_waiting(self, waiting: str) -> None:
         print(f"waiting {waiting}", flush=True)
@@ -152,8 +152,8 @@ class _Supervisor:
         sys.stderr.flush()
         self.run = _at_current_path(self.run)
         try:
-            if self.run.status().get("status") not in ENDED:
-                settle(self.run, AFTERWARDS.get(code, "failed"), error or self._end_reason(code))
+            if self.run.status().get("status") not in ENDED_STATUSES:
+                record_final_status(self.run, AFTERWARDS.get(code, "failed"), error or self._end_reason(code))
             self.run.change(exit_code=code, ended=datetime.now(UTC).isoformat(timespec="seconds"))
         except StorageError as failure:  # such as a full disk; the status then reports the cause from the log
             print(f"the last message was not written: {failure}", file=sys.stderr, flush=True)
@@ -174,7 +174,7 @@ def _at_current_path(run: Run) -> Run:
     return moved if moved.console == console.readlink() and moved.console.is_file() else run
 
 
-def settle(run: Run, status: str, error: Optional[str]) -> None:
+def record_final_status(run: Run, status: str, error: Optional[str]) -> None:
     """Write the end of a run to run.json, for training that ended before it could do so itself."""
     RunStatus(run.path / "run.json").update(status=status, error=error, eta_s=None)
 

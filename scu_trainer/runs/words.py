@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Optional
 
 from scu_trainer.figures import bits_of
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.progress import Progress
 from scu_trainer.runs.state import Report
 
@@ -42,7 +42,7 @@ def loss(progress: Progress) -> str:
     return NONE if progress.loss is None else f"{bits_of(progress.loss):.3f} bits per {progress.unit}"
 
 
-def share(progress: Progress) -> str:
+def s_text(progress: Progress) -> str:
     """Return S, and its target if there is one."""
     if progress.s is None:
         return NONE
@@ -58,10 +58,10 @@ def memory(report: Report) -> str:
     """Return the memory that the processes hold, and the peak of the last micro-batch with the limit of its device."""
     found, parts = report.progress, []
     if report.resident_bytes is not None:
-        parts.append(f"{readable(report.resident_bytes)} held")
+        parts.append(f"{format_bytes(report.resident_bytes)} held")
     if found.peak_bytes is not None:
-        limit = f" of {readable(found.limit_bytes)}" if found.limit_bytes else ""
-        parts.append(f"peak of a micro-batch {readable(found.peak_bytes)}{limit}")
+        limit = f" of {format_bytes(found.limit_bytes)}" if found.limit_bytes else ""
+        parts.append(f"peak of a micro-batch {format_bytes(found.peak_bytes)}{limit}")
     return ", ".join(parts) or NONE
 
 
@@ -101,7 +101,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
         ("left", left(report)),
         ("loss", loss(found)),
         ("samples per second", number(found.samples_per_second, 1)),
-        ("S", share(found)),
+        ("S", s_text(found)),
         ("lambda", strength(found)),
         ("memory", memory(report)),
         ("micro-batch", micro_batch(found)),
@@ -121,7 +121,7 @@ def line(report: Report) -> str:
         f"step {steps(found)}",
         f"loss {loss(found)}",
         f"samples/s {number(found.samples_per_second, 1)}",
-        f"S {share(found)}",
+        f"S {s_text(found)}",
         f"lambda {strength(found)}",
         f"memory {memory(report)}",
         f"left {left(report)}",

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from scu_trainer.serve.errors import FAILED, BadRequest, error_body
-from scu_trainer.serve.questions import ASKED, AskedPrompt, Asker
+from scu_trainer.serve.questions import CURRENT_PROMPT, RequestedPrompt, RequestReader
 
 MOST_BYTES = 4 << 20
 """Largest size of a request."""
@@ -22,10 +22,10 @@ ERROR_EVENT, EVENT_END = b'data: {"error": "', b'"}\n\n'
 DONE = b"data: [DONE]\n\n"
 
 
-class Front:
+class RequestTranslator:
     """Checks and translates requests (POST) and responses of ``app``. ``asker`` reads the requests."""
 
-    def __init__(self, app: Any, asker: Asker) -> None:
+    def __init__(self, app: Any, asker: RequestReader) -> None:
         self.app, self.asker = app, asker
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -37,14 +37,14 @@ class Front:
             return await refused.response()(scope, receive, send)
         except ClientDisconnect:
             return None
-        ASKED.set(question)
+        CURRENT_PROMPT.set(question)
         watching = asyncio.create_task(_watch(receive, question.gone))
         try:
             await self.app(_with_length(scope, len(body)), _replay(body, receive), _ResponseSender(send))
         finally:
             watching.cancel()
 
-    async def _read(self, request: Request) -> tuple[bytes, AskedPrompt]:
+    async def _read(self, request: Request) -> tuple[bytes, RequestedPrompt]:
         """Return the body to forward, and the prompt in it. Raises BadRequest."""
         content = b""
         async for piece in request.stream():

@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from starlette.datastructures import Headers
 
-from scu_trainer.listening import FOREIGN_HOST, FOREIGN_ORIGIN, is_same_secret, stranger
+from scu_trainer.listening import FOREIGN_HOST, FOREIGN_ORIGIN, is_same_secret, refusal_status
 from scu_trainer.serve.errors import BadRequest
 
 CHAT, COMPLETIONS, MODELS, HEALTH = "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"
@@ -45,7 +45,7 @@ class Guard:
         await self.app({**scope, "method": _method(scope)}, receive, send)
 
     def _check(self, scope: Any, headers: Headers) -> None:
-        status = None if self._hosts is None else stranger(self._hosts, headers, len(headers.getlist("host")))
+        status = None if self._hosts is None else refusal_status(self._hosts, headers, len(headers.getlist("host")))
         if status is not None:
             ours = " or ".join(sorted(self._hosts))
             raise BadRequest(f"{STRANGERS[status]}; this server is {ours}", status=status)

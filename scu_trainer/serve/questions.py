@@ -17,7 +17,7 @@ from scu_trainer.data.messages import REASONING
 from scu_trainer.data.records import Chat
 from scu_trainer.data.text.encode import prompt_ids
 from scu_trainer.data.text.rendering import rendered_away
-from scu_trainer.errors import DataError, SettingsError, nearest
+from scu_trainer.errors import DataError, SettingsError, did_you_mean
 from scu_trainer.serve.errors import BadRequest
 from scu_trainer.serve.guard import CHAT
 from scu_trainer.talk.answers import AnswerSettings
@@ -58,19 +58,19 @@ vocabulary, which takes 4 s for 64 letters and 128,000 words on one core."""
 
 
 @dataclass(frozen=True)
-class AskedPrompt:
+class RequestedPrompt:
     """A prompt as token ids. ``gone``: set when the client has disconnected."""
 
     token_ids: list[int]
     gone: Event = field(default_factory=Event)
 
 
-ASKED: ContextVar[AskedPrompt] = ContextVar("asked")
+CURRENT_PROMPT: ContextVar[RequestedPrompt] = ContextVar("asked")
 """The prompt of the current request."""
 
 
 @dataclass(frozen=True)
-class Asker:
+class RequestReader:
     """Checks and translates requests. ``name``: the name of the model in requests. ``settings``: defaults for fields
     that a request does not set."""
 
@@ -78,7 +78,7 @@ class Asker:
     name: str
     settings: AnswerSettings
 
-    def forwarded(self, path: str, body: Any) -> tuple[dict[str, Any], AskedPrompt]:
+    def forwarded(self, path: str, body: Any) -> tuple[dict[str, Any], RequestedPrompt]:
         """Return the body to forward, and the prompt in it. Raises BadRequest."""
         if not isinstance(body, dict):
             raise BadRequest("the body is not a JSON object")
@@ -96,14 +96,14 @@ class Asker:
         config = self._config(numbers, len(token_ids))
         stop = {} if not body.get("stop") else {"stop": _stop(body["stop"])}
         forwarded |= {"model": self.name, "stream": _stream(body), **stop, "generation_config": _as_json(config)}
-        return forwarded, AskedPrompt(token_ids)
+        return forwarded, RequestedPrompt(token_ids)
 
     def check_model(self, model: Any) -> None:
         """Raise BadRequest if ``model`` is not the name of this model."""
         if not isinstance(model, str) or not model:
             raise BadRequest(f"model is missing; give {self.name}", "model")
         if model != self.name:
-            message = f"there is no model {model!r} here, only {self.name}{nearest(model, [self.name])}"
+            message = f"there is no model {model!r} here, only {self.name}{did_you_mean(model, [self.name])}"
             raise BadRequest(message, "model", "model_not_found", 404)
 
     def _encode(self, messages: list[Message]) -> list[int]:

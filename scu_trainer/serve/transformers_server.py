@@ -19,9 +19,9 @@ from transformers.cli.serving.utils import GenerationState
 from transformers.tokenization_utils_base import BatchEncoding
 
 from scu_trainer.serve.errors import BadRequest
-from scu_trainer.serve.front import Front
+from scu_trainer.serve.front import RequestTranslator
 from scu_trainer.serve.guard import MODELS
-from scu_trainer.serve.questions import ASKED, Asker
+from scu_trainer.serve.questions import CURRENT_PROMPT, RequestReader
 from scu_trainer.talk.model import Talker
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
@@ -29,7 +29,7 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 UNAVAILABLE = 503
 
 
-def application(asker: Asker, ends: Event) -> Any:
+def application(asker: RequestReader, ends: Event) -> Any:
     """Return the ASGI application. It has no access control: wrap it in guard.Guard. ``ends``: an event that stops
     running answers."""
     torch.manual_seed(asker.settings.seed)
@@ -53,13 +53,13 @@ def application(asker: Asker, ends: Event) -> Any:
             return refused.response()
         return JSONResponse(manager.get_gen_models()[0])
 
-    return Front(app, asker)
+    return RequestTranslator(app, asker)
 
 
 class SingleModelManager(ModelManager):
     """A model manager with one model, which ignores the requested name and loads nothing."""
 
-    def __init__(self, asker: Asker, ends: Event) -> None:
+    def __init__(self, asker: RequestReader, ends: Event) -> None:
         super().__init__()
         self.force_model, self._begun = asker.name, int(time.time())
         self._talker, self._ends = asker.talker, ends
@@ -72,7 +72,7 @@ class SingleModelManager(ModelManager):
 
         The server of transformers would render less of a message, and would keep the end token that some tokenizers add
         to every text, so that the model would have to continue after it."""
-        question, tokenizer = ASKED.get(), copy.copy(self._talker.tokenizer)
+        question, tokenizer = CURRENT_PROMPT.get(), copy.copy(self._talker.tokenizer)
         encoding, kind = BatchEncoding({"input_ids": [question.token_ids]}, tensor_type="pt"), type(tokenizer)
         overrides = dict.fromkeys(("__call__", "apply_chat_template"), lambda *_, **__: encoding)
         tokenizer.__class__ = type(kind.__name__, (kind,), overrides)  # Python looks up __call__ only in the class

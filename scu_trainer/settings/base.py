@@ -12,12 +12,12 @@ from dataclasses import field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_origin, get_type_hints
 
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 
-MOST_COUNT = 2**31 - 1
+LARGEST_WHOLE_NUMBER = 2**31 - 1
 """Largest whole number, because libraries that use 32 bits would silently overflow beyond it."""
 
-MOST_NUMBER = 1e15
+LARGEST_NUMBER = 1e15
 """Largest number: a larger one is a typing error, and its square can be infinite in float32."""
 
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
@@ -26,8 +26,8 @@ LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 
 class Allowed(NamedTuple):
     """Limits of a number. ``least``, ``above``: lower limit, inclusive or exclusive; by default 0, but a default below
-    0 is also allowed. ``most``, ``below``: upper limit; by default MOST_COUNT or MOST_NUMBER. ``unit``: what the number
-    counts, if its name does not say it."""
+    0 is also allowed. ``most``, ``below``: upper limit; by default LARGEST_WHOLE_NUMBER or LARGEST_NUMBER. ``unit``:
+    what the number counts, if its name does not say it."""
 
     least: Optional[float] = None
     most: Optional[float] = None
@@ -48,12 +48,12 @@ def option(default, help: str):
 
 
 @functools.cache
-def hints_of(kind: type) -> Mapping[str, Any]:
+def field_types_of(kind: type) -> Mapping[str, Any]:
     """Return the types of the fields of a dataclass. Cached, because Python evaluates the annotations on every call."""
     return types.MappingProxyType(get_type_hints(kind))
 
 
-def changed(settings) -> list[str]:
+def changed_fields(settings) -> list[str]:
     """Return the names of the fields whose value differs from the default."""
     return [item.name for item in fields(settings) if getattr(settings, item.name) != item.default]
 
@@ -68,11 +68,11 @@ def check_fields(settings, allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: s
 
 def _check_choices(settings) -> None:
     """Raise SettingsError for a value that is not among a ``Literal`` field's choices, with the most similar one."""
-    for name, hint in hints_of(settings.__class__).items():
+    for name, hint in field_types_of(settings.__class__).items():
         value, choices = getattr(settings, name), get_args(hint)
         if get_origin(hint) is Literal and value not in choices:
             raise SettingsError(
-                f"{name} is {value!r}; allowed: {', '.join(map(str, choices))}{nearest(str(value), choices)}"
+                f"{name} is {value!r}; allowed: {', '.join(map(str, choices))}{did_you_mean(str(value), choices)}"
             )
 
 
@@ -96,7 +96,7 @@ KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
 
 def _check_types(settings, prefix: str = "") -> None:
     """Raise SettingsError for a value of the wrong type, such as text for a switch: Python takes "false" as true."""
-    hints = hints_of(settings.__class__)
+    hints = field_types_of(settings.__class__)
     for item in fields(settings):
         value, parts = (
             getattr(settings, item.name),
@@ -116,7 +116,7 @@ def check_values(
 
     ``kind``: a dataclass. ``allowed``: limits by field. ``prefix``: of the names on the command line.
     """
-    hints = hints_of(kind)
+    hints = field_types_of(kind)
     for item in fields(kind):
         if item.name not in values:
             continue
@@ -145,10 +145,14 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
         require(value == default, f"{name} is {short(value)}; {message}")
         return
     least = 0 if allowed.least is None else allowed.least
-    most = (MOST_COUNT if isinstance(value, Integral) else MOST_NUMBER) if allowed.most is None else allowed.most
+    most = (
+        (LARGEST_WHOLE_NUMBER if isinstance(value, Integral) else LARGEST_NUMBER)
+        if allowed.most is None
+        else allowed.most
+    )
     usual = "" if default is None else f", such as {default} {allowed.unit}".rstrip()
     is_finite = isinstance(value, Integral) or math.isfinite(value)  # an int may be too large for a float
-    says_why = is_finite or (least > -MOST_NUMBER and not value > least)
+    says_why = is_finite or (least > -LARGEST_NUMBER and not value > least)
     require(says_why, f"{name} is {value}; it must be a finite number{usual}")
     is_enough = value >= least if allowed.above is None else value > allowed.above
     lowest = f"{least:,} or more" if allowed.above is None else f"above {allowed.above}"
@@ -166,7 +170,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} letters)"
 
 
-def plain(value: Any) -> str:
+def as_typed(value: Any) -> str:
     """Return ``value`` as text that a user would type; also for enum members, such as ``optim`` of the stock
     arguments."""
     value = getattr(value, "value", value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from scu_trainer.errors import nearest
+from scu_trainer.errors import did_you_mean
 from scu_trainer.settings.base import Allowed, check_fields, option, require
 
 METHODS = ("token_budget", "noise_guard", "acmds", "infobatch", "length_warmup")
@@ -79,7 +79,7 @@ def _joined_methods(value) -> str:
         require(
             name in METHODS or name == "none",
             f"curriculum is {name!r}; allowed: none, {', '.join(METHODS)}, joined with '+'"
-            f"{nearest(name, (*METHODS, 'none'))}",
+            f"{did_you_mean(name, (*METHODS, 'none'))}",
         )
     reason = check_methods(names) if names != ["none"] else None
     require(reason is None, f"curriculum {'+'.join(names)}: {reason}")

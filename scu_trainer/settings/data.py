@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import Allowed, check_fields, hints_of, option, require
-from scu_trainer.settings.mixture import SourceSettings, dataset_of, is_same_dataset, shown, sources_of
+from scu_trainer.settings.base import Allowed, check_fields, field_types_of, option, require
+from scu_trainer.settings.mixture import SourceSettings, dataset_label, is_same_dataset, parsed_dataset, parsed_sources
 from scu_trainer.settings.stock import MOST_WORKERS
 
 CHAT_TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral", "phi3", "qwen", "vicuna")
@@ -74,7 +74,7 @@ class DataSettings:
     cache_dir: Optional[str] = option(None, "folder for tokenized data and the embedded base model")
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dataset", dataset_of(self.dataset))
+        object.__setattr__(self, "dataset", parsed_dataset(self.dataset))
         check_fields(self, ALLOWED)
         require(self.dataset not in ("", None), "dataset is empty; give an embedded name, a path or a Hub id")
         named = [name for name in ("prompt_column", "response_column") if getattr(self, name) is not None]
@@ -98,7 +98,7 @@ class DataSettings:
         )
         for number, source in enumerate(self.sources, start=1):
             try:
-                self.of_source(source)
+                self.settings_of_source(source)
             except SettingsError as error:
                 raise SettingsError(f"entry {number} of dataset ({source.name}): {error}") from error
 
@@ -110,14 +110,14 @@ class DataSettings:
     @property
     def shown_dataset(self) -> str:
         """``dataset`` for a message: one name, or the names of all sources."""
-        return shown(self.dataset)
+        return dataset_label(self.dataset)
 
     @property
     def sources(self) -> tuple[SourceSettings, ...]:
         """The entries of ``dataset`` if it is a list, else empty."""
-        return sources_of(self.dataset, hints_of(type(self))) if isinstance(self.dataset, list) else ()
+        return parsed_sources(self.dataset, field_types_of(type(self))) if isinstance(self.dataset, list) else ()
 
-    def place_of_source(self, name: str) -> Optional[int]:
+    def index_of_source(self, name: str) -> Optional[int]:
         """Return the index of the source with this name or this dataset; None if there is none.
 
         Raises SettingsError if several sources have this dataset.
@@ -131,6 +131,6 @@ class DataSettings:
         )
         return found[0] if found else None
 
-    def of_source(self, source: SourceSettings) -> DataSettings:
+    def settings_of_source(self, source: SourceSettings) -> DataSettings:
         """Return these settings for a single source; the values of its entry override the common ones."""
         return replace(self, dataset=source.dataset, stopping_strategy="first_exhausted", **source.own)

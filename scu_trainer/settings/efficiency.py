@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.settings.base import Allowed, check_fields, option, plain, require
+from scu_trainer.settings.base import Allowed, as_typed, check_fields, option, require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -128,7 +128,7 @@ def check_efficiency(efficiency: EfficiencySettings, training: TrainingArguments
 
 
 def _check_muon(training: TrainingArguments) -> None:
-    optim = plain(training.optim)
+    optim = as_typed(training.optim)
     require(
         optim in ("adamw_torch", "adamw_torch_fused") and not training.optim_args,
         f"use_muon replaces optim: {optim}{' and its optim_args' if training.optim_args else ''}; leave "
@@ -144,7 +144,7 @@ def _check_one_schedule(efficiency: EfficiencySettings, training: TrainingArgume
     if not efficiency.has_lr_steps:
         return
     name = "lr_step_size" if efficiency.lr_step_size is not None else "lr_milestones"
-    kind = plain(training.lr_scheduler_type)
+    kind = as_typed(training.lr_scheduler_type)
     require(
         kind in GIVES_WAY,
         f"{name} and lr_scheduler_type: {kind} are two schedules of the learning rate; add lr_scheduler_type: "

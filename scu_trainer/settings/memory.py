@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import MOST_NUMBER, Allowed, check_fields, option, require, short
+from scu_trainer.settings.base import LARGEST_NUMBER, Allowed, check_fields, option, require, short
 
 ALLOWED = {
     "min_batch_size": Allowed(least=1),
@@ -134,7 +134,7 @@ class MemorySettings:
         """``padding_free``, but False if memory control and splitting are off. None: if the model supports it."""
         return self.padding_free if self.acts else False
 
-    def most_logical_rows(self, nominal_rows: int) -> int:
+    def largest_logical_batch(self, nominal_rows: int) -> int:
         """Return the largest logical batch of a device with ``batch_mode: logical`` and batches of ``nominal_rows``.
 
         Raises SettingsError if ``max_batch_size`` exceeds ``nominal_rows``.
@@ -194,6 +194,7 @@ def size_in_gib(name: str, value) -> Optional[float]:
             raise SettingsError(f"{name} is {value!r}; allowed: GiB such as 3.5, or a size such as 4GB or 900MiB")
         size = float(match[1]) * BYTES[match[2] or ""] / 2**30
     require(
-        0 < size <= MOST_NUMBER, f"{name} is {short(value)}; it must be above 0 GiB, and {MOST_NUMBER:,.0f} or less"
+        0 < size <= LARGEST_NUMBER,
+        f"{name} is {short(value)}; it must be above 0 GiB, and {LARGEST_NUMBER:,.0f} or less",
     )
     return float(size)

@@ -12,8 +12,8 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional, Union, get_args
 
-from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.base import MOST_NUMBER, require, short
+from scu_trainer.errors import SettingsError, did_you_mean
+from scu_trainer.settings.base import LARGEST_NUMBER, require, short
 
 COLUMNS = ("text_column", "prompt_column", "response_column", "system_column", "messages_column")
 SOURCE_FIELDS = ("dataset_config_name", "dataset_split", *COLUMNS, "dataset_size")
@@ -35,7 +35,7 @@ class SourceSettings:
     own: Mapping[str, Any] = field(default_factory=dict)
 
 
-def dataset_of(value: Union[str, list]) -> Union[str, list]:
+def parsed_dataset(value: Union[str, list]) -> Union[str, list]:
     """Return the value of ``dataset``, with a text that begins with "[" parsed as a JSON list. Raises SettingsError if
     that is not valid JSON."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
@@ -63,12 +63,12 @@ def is_same_dataset(one: str, other: str) -> bool:
     return one == other or (all(path.exists() for path in paths) and paths[0].resolve() == paths[1].resolve())
 
 
-def shown(value: Any) -> str:
+def dataset_label(value: Any) -> str:
     """Return a value of ``dataset`` as text for a message or a title."""
     return " + ".join(dataset_names(value))
 
 
-def sources_of(entries: list[Any], hints: Mapping[str, Any]) -> tuple[SourceSettings, ...]:
+def parsed_sources(entries: list[Any], hints: Mapping[str, Any]) -> tuple[SourceSettings, ...]:
     """Return the sources of a list. ``hints``: types of the fields of ``DataSettings``.
 
     Raises SettingsError for an invalid entry, if only some sources have weights, and for two sources with the same
@@ -106,7 +106,7 @@ def _parsed_source(number: int, entry: Any, hints: Mapping[str, Any]) -> SourceS
     for key in entry:
         require(
             key in ENTRY_KEYS,
-            f"{place} has the unknown key {short(key)}{nearest(str(key), ENTRY_KEYS)}; allowed: "
+            f"{place} has the unknown key {short(key)}{did_you_mean(str(key), ENTRY_KEYS)}; allowed: "
             + ", ".join(ENTRY_KEYS),
         )
     dataset = entry.get("dataset")
@@ -130,7 +130,7 @@ def _parsed_weight(place: str, value: Any) -> Optional[float]:
         return None
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     require(
-        is_number and 0 < value <= MOST_NUMBER,
+        is_number and 0 < value <= LARGEST_NUMBER,
         f"{place} has weight: {short(value)}; it must be a number above 0, such as 1 (to leave a source out, drop it)",
     )
     return float(value)

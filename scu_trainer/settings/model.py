@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Optional
 
-from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.base import Allowed, changed, check_fields, option, require
+from scu_trainer.errors import SettingsError, did_you_mean
+from scu_trainer.settings.base import Allowed, changed_fields, check_fields, option, require
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -142,13 +142,16 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, ALLOWED)
-        misplaced = next((name for name in changed(self) if name.startswith("teacher_") and self.teacher is None), None)
+        misplaced = next(
+            (name for name in changed_fields(self) if name.startswith("teacher_") and self.teacher is None), None
+        )
         require(misplaced is None, f"{misplaced} needs a teacher; add teacher: RUN, or drop it")
         self._check_adapters()
         device_map = self.device_map
         require(
             device_map is None or device_map in DEVICE_MAPS,
-            f"device_map is {device_map!r}; allowed: {', '.join(DEVICE_MAPS)}{nearest(str(device_map), DEVICE_MAPS)}",
+            f"device_map is {device_map!r}; allowed: {', '.join(DEVICE_MAPS)}"
+            f"{did_you_mean(str(device_map), DEVICE_MAPS)}",
         )
         require(
             not (self.load_in_8bit and self.tuning != "qlora"),
@@ -161,7 +164,7 @@ class ModelSettings:
         return self.dtype == "bfloat16" and self.tuning == "full"
 
     def _check_adapters(self) -> None:
-        given = changed(self)
+        given = changed_fields(self)
         misplaced = next((name for name in OF_ADAPTERS if self.tuning == "full" and name in given), None)
         require(
             misplaced is None,
@@ -193,7 +196,7 @@ class ModelSettings:
         )
         require(
             initial in INITIAL,
-            f"init_lora_weights is {initial!r}; allowed: {', '.join(INITIAL)}{nearest(initial, INITIAL)}",
+            f"init_lora_weights is {initial!r}; allowed: {', '.join(INITIAL)}{did_you_mean(initial, INITIAL)}",
         )
         require(
             initial not in MUTATING or self.tuning != "qlora",

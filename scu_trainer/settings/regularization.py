@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
-from scu_trainer.settings.base import Allowed, changed, check_fields, option, require
+from scu_trainer.settings.base import Allowed, changed_fields, check_fields, option, require
 
-ACT_BY_LAMBDA = ("fixed", "schedule")
+LAWS_WITHOUT_TARGET = ("fixed", "schedule")
 """Laws that need no target, because lambda follows directly from the settings."""
 
-FEWEST_TO_RETAIN = 16
+FEWEST_RETAIN_DOCUMENTS = 16
 """Smallest number of documents: eight to measure on, and eight for the verdict."""
 
 MEASURES = ("law", "target_s", "measure", "prior", "sigma", "tokens", "ema_alpha")
@@ -105,8 +105,8 @@ class RegularizationSettings:
 
     @property
     def steers(self) -> bool:
-        """Whether lambda may change the weights. Without a target, only the laws in ACT_BY_LAMBDA do that."""
-        return self.target_s is not None or self.law in ACT_BY_LAMBDA
+        """Whether lambda may change the weights. Without a target, only the laws in LAWS_WITHOUT_TARGET do that."""
+        return self.target_s is not None or self.law in LAWS_WITHOUT_TARGET
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_s", _parsed_target(self.target_s))
@@ -130,7 +130,7 @@ class RegularizationSettings:
             "scu_hold_steps has an effect only with scu_stop_at_target; set scu_stop_at_target: true or drop it",
         )
         require(
-            not (self.stop_at_target and self.law in ACT_BY_LAMBDA and self.hold_steps),
+            not (self.stop_at_target and self.law in LAWS_WITHOUT_TARGET and self.hold_steps),
             f"scu_hold_steps needs a law that can hold S (model or original); scu_law is {self.law}",
         )
         require(
@@ -145,7 +145,7 @@ class RegularizationSettings:
 
     def _require_target(self) -> None:
         """Raise SettingsError for a field that only has an effect with a target, if there is none."""
-        names = [name for name in changed(self) if name not in MEASURES and not self.steers]
+        names = [name for name in changed_fields(self) if name not in MEASURES and not self.steers]
         names += ["stop_at_target"] if self.stop_at_target and self.target_s is None and self.steers else []
         require(
             not names,
@@ -224,11 +224,11 @@ class RetentionSettings:
     def __post_init__(self) -> None:
         check_fields(self, OF_RETENTION)
         require(
-            self.retain_documents >= FEWEST_TO_RETAIN,
-            f"retain_documents is {self.retain_documents}; it must be {FEWEST_TO_RETAIN} or more: some are for "
+            self.retain_documents >= FEWEST_RETAIN_DOCUMENTS,
+            f"retain_documents is {self.retain_documents}; it must be {FEWEST_RETAIN_DOCUMENTS} or more: some are for "
             "measurements, others for the verdict",
         )
-        given = changed(self)
+        given = changed_fields(self)
         require(
             self.retain is not None or not given,
             f"{given[0] if given else ''} has an effect only with retain, the text that must not be forgotten; "

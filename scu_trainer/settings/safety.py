@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
-from scu_trainer.settings.base import Allowed, check_fields, option, plain, require
+from scu_trainer.settings.base import Allowed, as_typed, check_fields, option, require
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -92,7 +92,7 @@ class SafetySettings:
 
 def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
     """Raise SettingsError for settings that contradict the stock arguments."""
-    strategy = plain(training.save_strategy)
+    strategy = as_typed(training.save_strategy)
     require(
         safety.save_epochs is None or strategy == "epoch",
         f"save_epochs counts epochs, but save_strategy is {strategy}; set save_strategy: epoch",
@@ -102,7 +102,9 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
             training.load_best_model_at_end,
             "early_stopping_patience keeps the best model; set load_best_model_at_end: true, or drop it",
         )
-        _require_checkpoint_of_best(plain(training.eval_strategy), strategy, training.eval_steps, training.save_steps)
+        _require_checkpoint_of_best(
+            as_typed(training.eval_strategy), strategy, training.eval_steps, training.save_steps
+        )
     require(
         safety.save_epochs in (None, 1) or not training.load_best_model_at_end,
         f"save_epochs: {safety.save_epochs} may leave out the best checkpoint that load_best_model_at_end "
@@ -110,7 +112,7 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
     )
 
 
-def steps_between_saves(steps: int) -> int:
+def default_save_steps(steps: int) -> int:
     """Return the default of ``save_steps`` for a run of ``steps``."""
     return min(STOCK_SAVE_STEPS, max(FEWEST_SAVE_STEPS, math.ceil(steps * SAVE_STEPS)))
 
@@ -118,7 +120,7 @@ def steps_between_saves(steps: int) -> int:
 # -- early stopping ----------------------------------------------------------------------------------------------------
 
 
-def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+def early_stopping_values(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Return values for the fields that early stopping needs and that were not ``given``: evaluations, and a checkpoint
     at each of them.
 
@@ -138,7 +140,7 @@ def beside_early_stopping(values: Mapping[str, Any], given: Collection[str]) -> 
 
 def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str, str]:
     """Return the strategies of evaluations and of checkpoints; if only one is given, the other follows it."""
-    evaluates, saves = plain(values["eval_strategy"]), plain(values["save_strategy"])
+    evaluates, saves = as_typed(values["eval_strategy"]), as_typed(values["save_strategy"])
     if "eval_strategy" not in given:
         follows = "save_strategy" in given and saves in ("steps", "epoch")
         by_steps = "save_steps" in given or values["max_steps"] > 0 or evaluates == "steps"

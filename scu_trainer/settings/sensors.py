@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
-from scu_trainer.errors import nearest
+from scu_trainer.errors import did_you_mean
 from scu_trainer.settings.base import Allowed, check_fields, option, require
 
 BRANCHES = {
@@ -154,7 +154,9 @@ def _in_allowed_order(name: str, values: Any, allowed: tuple[str, ...]) -> list[
     """Return ``values`` in the order of ``allowed``. Raises SettingsError for unknown or repeated names."""
     values = [values] if isinstance(values, str) else list(values)
     for item in values:
-        require(item in allowed, f"{name} has {item!r}; allowed: {', '.join(allowed)}{nearest(str(item), allowed)}")
+        require(
+            item in allowed, f"{name} has {item!r}; allowed: {', '.join(allowed)}{did_you_mean(str(item), allowed)}"
+        )
     require(bool(values), f"{name} is empty; give at least one of {', '.join(allowed)}")
     require(len(set(values)) == len(values), f"{name} names a branch twice: {', '.join(values)}")
     return [item for item in allowed if item in values]

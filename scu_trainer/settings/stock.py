@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scu_trainer.settings.base import MOST_NUMBER, Allowed
+from scu_trainer.settings.base import LARGEST_NUMBER, Allowed
 
 MOST_SEED = 2**32 - 1
 """The largest seed of numpy."""
@@ -13,7 +13,7 @@ MOST_SEED = 2**32 - 1
 MOST_WORKERS = 2**16
 """More worker processes than any machine can start. Preflight warns at far smaller numbers."""
 
-LEFT_TO_PREFLIGHT = {
+CHECKED_BY_PREFLIGHT = {
     "learning_rate": Allowed(),
     "weight_decay": Allowed(),
     "num_train_epochs": Allowed(),
@@ -27,7 +27,7 @@ LEFT_TO_PREFLIGHT = {
 """Limits that apply only if preflight does not stop the run, because it has its own messages for these fields."""
 
 ALLOWED = {
-    **dict.fromkeys(LEFT_TO_PREFLIGHT, Allowed(least=-MOST_NUMBER)),
+    **dict.fromkeys(CHECKED_BY_PREFLIGHT, Allowed(least=-LARGEST_NUMBER)),
     "eval_accumulation_steps": Allowed(least=1),
     "save_steps": Allowed(above=0),
     "torch_empty_cache_steps": Allowed(least=1),
@@ -41,7 +41,7 @@ ALLOWED = {
 """Limits that differ from "0 or more", which applies to all other numbers; see ``settings/base.py``."""
 
 
-def seed_of_data(args: Any) -> int:
+def effective_data_seed(args: Any) -> int:
     """Return ``data_seed``, or ``seed`` without it: the seed for the held-out split, the selection and the order of
     rows."""
     seed: int = args.seed if args.data_seed is None else args.data_seed

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Optional
 
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.settings import images, sensors, words
 from scu_trainer.settings.base import check_fields, option, require
 from scu_trainer.settings.data import DataSettings
@@ -145,7 +145,9 @@ class TaskSettings:
         wanted, known = getattr(self, name), getattr(self.kind, f"{name}s")
         if wanted is None or wanted in known:
             return known.get(wanted, {})
-        allowed = f"allowed: {', '.join(known)}{nearest(wanted, known)}" if known else f"drop it: {self.task} has none"
+        allowed = (
+            f"allowed: {', '.join(known)}{did_you_mean(wanted, known)}" if known else f"drop it: {self.task} has none"
+        )
         raise SettingsError(f"{name} is {wanted!r}; {allowed}")
 
     @property
@@ -158,7 +160,7 @@ class TaskSettings:
         """Values that replace the general defaults, for fields of any settings dataclass."""
         return {**self.kind.defaults, **self._group_values("preset"), **self.mode_values}
 
-    def check_typed(self, names: Collection[str]) -> None:
+    def check_given(self, names: Collection[str]) -> None:
         """Raise SettingsError for a field in ``names``, those that were given, without effect on this task."""
         others = {name: task for task, kind in KINDS.items() if task != self.task for name in kind.own_names}
         for name in names:

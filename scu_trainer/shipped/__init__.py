@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 
 ROOT = (Path(__file__).parent / "recipes").resolve().parent
 """Holds the folders: the checkout, or this folder of an installed package."""
@@ -96,5 +96,5 @@ def _is_name(word: str) -> bool:
 
 def _unknown(name: str, folders: Iterable[str]) -> str:
     known = [known for folder in folders for known in files(folder)]
-    near = nearest(name, known)
+    near = did_you_mean(name, known)
     return f"{name!r} is no file here, and no name in {' or '.join(folders)}{near}; known: {', '.join(known)}"

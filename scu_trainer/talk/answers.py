@@ -78,7 +78,7 @@ class AnswerSettings:
         return f"sampled at {drawn}, seed {self.seed}"
 
 
-def fitted(
+def fit_to_positions(
     talker: Talker, messages: Sequence[Message], settings: AnswerSettings
 ) -> tuple[list[int], int, AnswerSettings]:
     """Fit a conversation and its answer into the positions of the model.
@@ -138,7 +138,7 @@ def stream(
         raise ModelError(f"{talker.name} cannot answer: {errors[0]}") from errors[0]
 
 
-class Batches:
+class BatchedAnswers:
     """Generates answers to many prompts in batches, padded on the left.
 
     ``batch_rows``: the largest batch. After running out of memory, batches are smaller and then grow again. Every

@@ -16,8 +16,8 @@ from scu_trainer.data.records import plain_prompt
 from scu_trainer.data.text.chat import special_ids
 from scu_trainer.data.text.encode import prompt_ids
 from scu_trainer.errors import DataError, ModelError
-from scu_trainer.models.fit import positions_of
-from scu_trainer.models.loading.adapters import cannot_write
+from scu_trainer.models.fit import max_positions_of
+from scu_trainer.models.loading.adapters import generation_obstacle
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings import ModelSettings
@@ -45,7 +45,7 @@ class Talker:
     answers_plain_text: bool = False
 
     def __post_init__(self) -> None:
-        if obstacle := cannot_write(self.model):
+        if obstacle := generation_obstacle(self.model):
             raise ModelError(f"{self.name}: {obstacle}")
         self.stops = self.stops or stop_tokens(self.model, self.tokenizer)
 
@@ -67,7 +67,7 @@ class Talker:
     @property
     def positions(self) -> Optional[int]:
         """The largest number of tokens of prompt and answer together; None if it is unknown."""
-        return positions_of(self.model)
+        return max_positions_of(self.model)
 
     def notes(self, name: str) -> list[str]:
         """Return notes for the user about how the model, called ``name``, is prompted."""
@@ -115,7 +115,7 @@ class Talker:
             del kept[first:following]
 
 
-def loaded(
+def load_talker(
     name: str, settings: ModelSettings, precision: Optional[torch.dtype] = None, answers_plain_text: bool = False
 ) -> Talker:
     """Load a model to talk to. ``settings``: those of its run, with ``model_name_or_path`` set to its folder or Hub id.
@@ -124,7 +124,7 @@ def loaded(
     return Talker(name, model, tokenizer, precision, answers_plain_text=answers_plain_text)
 
 
-def base_beside(talker: Talker, name: str) -> Talker:
+def base_talker(talker: Talker, name: str) -> Talker:
     """Return the base model of an adapter. It shares the weights in memory."""
     without = talker.model.disable_adapter
     return replace(talker, name=name, around=without)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.data.formats import CHAT_COLUMNS, SYSTEMS, TOOLS, are_messages, asked, under_system
+from scu_trainer.data.formats import CHAT_COLUMNS, SYSTEMS, TOOLS, are_messages, question_messages, with_system_prompt
 from scu_trainer.data.messages import messages_of, tools_of
 from scu_trainer.data.readers import read_file
 from scu_trainer.data.records import BadRow
@@ -67,7 +67,7 @@ def _messages_of(record: Any) -> list[dict[str, str]]:
     if name == "text" or (name == "prompt" and "completion" in row):  # these formats have no context column
         return _as_messages(row[name], next(filter(_text_or_none, map(row.get, SYSTEMS)), ""))
     try:
-        return asked(row, name)
+        return question_messages(row, name)
     except BadRow as error:
         raise DataError(f"{record.place}: {error}") from error
 
@@ -79,7 +79,7 @@ def _text_or_none(value: Any) -> Optional[str]:
 def _without_answer(place: str, row: dict, column: str) -> list[dict[str, str]]:
     """Return the messages of the row without the answer at the end, if there is one. Raises DataError."""
     try:
-        messages, _ = under_system(row, messages_of(row[column], column), None)
+        messages, _ = with_system_prompt(row, messages_of(row[column], column), None)
         tools = next((name for name in TOOLS if tools_of(row.get(name))), None)
         if tools is not None:
             raise BadRow(f"the model would not see the tools in {tools!r}; remove the column")

@@ -35,7 +35,7 @@ def epochs(trainer: Any, **arguments: Any) -> Iterator[dict[str, float]]:
             training.switch()
 
 
-def handed_over(trainer: Any, run_epoch: Callable[[], None]) -> None:
+def run_and_report_epoch(trainer: Any, run_epoch: Callable[[], None]) -> None:
     """Run an epoch, and pass its metrics to the code that takes this training epoch by epoch."""
     if trainer.after_epoch is None:
         return run_epoch()

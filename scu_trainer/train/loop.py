@@ -51,7 +51,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.errors import ControlError, NonFiniteLoss
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.run_files import History, state_text, write_state
 from scu_trainer.settings.base import short
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
@@ -86,8 +86,8 @@ class Loop(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         if self.trainer is None:
             raise ControlError(
-                f"{called(self)} was passed to a trainer without loops, which would never call its hooks; pass it to "
-                "SCUTrainer, or wrap your Trainer class: with_loops(Trainer)"
+                f"{name_of_loop(self)} was passed to a trainer without loops, which would never call its hooks; pass "
+                "it to SCUTrainer, or wrap your Trainer class: with_loops(Trainer)"
             )
 
     on_epoch_begin = on_train_begin  # also checked for a loop that overrides on_train_begin without calling super()
@@ -223,7 +223,7 @@ class Loop(TrainerCallback):
             write(state)
         except TypeError as error:
             raise ControlError(
-                f"{called(self)} has a state_dict that cannot be saved as JSON ({error}); return a dict of "
+                f"{name_of_loop(self)} has a state_dict that cannot be saved as JSON ({error}); return a dict of "
                 "numbers, strings, lists and dicts with string keys, and call tolist() on tensors"
             ) from error
 
@@ -234,10 +234,10 @@ class Loop(TrainerCallback):
         path = Path(checkpoint) / self.state_file
         if not path.is_file():
             if self.trainer.is_world_process_zero():
-                logger.warning("%s has no %s: %s starts fresh", path.parent, path.name, called(self))
+                logger.warning("%s has no %s: %s starts fresh", path.parent, path.name, name_of_loop(self))
             return
         state = read_state(path)
-        with reading(path, f"load_state_dict of {called(self)}"):
+        with reading(path, f"load_state_dict of {name_of_loop(self)}"):
             self.load_state_dict(state)
 
     # -- reports -------------------------------------------------------------------------------------------------------
@@ -274,12 +274,13 @@ class Loop(TrainerCallback):
         """
         if self.history_file is None:
             raise ControlError(
-                f"{called(self)} records rows but has no history_file to keep them in; set "
+                f"{name_of_loop(self)} records rows but has no history_file to keep them in; set "
                 f'history_file = "{self.name or "own"}.json" in its class'
             )
         if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
             raise ControlError(
-                f"{called(self)} records {short(row)}, a row without its step: a resumed run could not tell whether to "
+                f"{name_of_loop(self)} records {short(row)}, a row without its step: a resumed run could not tell "
+                "whether to "
                 'write it again; record a dict with "step": state.global_step'
             )
         if self.history is not None:
@@ -287,8 +288,8 @@ class Loop(TrainerCallback):
                 self.history.append(row)
             except TypeError as error:
                 raise ControlError(
-                    f"{called(self)} records a row that cannot be saved as JSON ({error}); record numbers, strings, "
-                    "lists and dicts, and call tolist() on tensors"
+                    f"{name_of_loop(self)} records a row that cannot be saved as JSON ({error}); record numbers, "
+                    "strings, lists and dicts, and call tolist() on tensors"
                 ) from error
 
     def rows_stand_until(self, step: int) -> int:
@@ -296,23 +297,23 @@ class Loop(TrainerCallback):
         return step
 
 
-def returned(loop: Loop, hook: str, value: Any) -> Any:
+def checked_result(loop: Loop, hook: str, value: Any) -> Any:
     """Return ``value``, which ``hook`` of ``loop`` returned. Raises ControlError if it is None, or if ``batches``
     returned something that is not an iterator."""
     if value is None:
         raise ControlError(
-            f"{called(loop)} returns None from {hook}(), perhaps because a return is missing; the docstring of "
+            f"{name_of_loop(loop)} returns None from {hook}(), perhaps because a return is missing; the docstring of "
             f"Loop.{hook} says what to return"
         )
     if hook == "batches" and not hasattr(value, "__next__"):
         raise ControlError(
-            f"{called(loop)} returns a {type(value).__name__} from batches(), not an iterator; yield the batches "
+            f"{name_of_loop(loop)} returns a {type(value).__name__} from batches(), not an iterator; yield the batches "
             "one by one: batches taken beyond the count of the step would be lost"
         )
     return value
 
 
-def called(loop: Loop) -> str:
+def name_of_loop(loop: Loop) -> str:
     """Return the name of a loop for messages."""
     return f"the loop {type(loop).__name__}"
 
@@ -333,7 +334,7 @@ class LoopEvents(TrainerCallback):
         for loop in self.trainer.loops if args.should_save else ():
             if loop.history_file is not None:
                 stand_until = loop.rows_stand_until(state.global_step)
-                loop.history = opened(folder, loop.history_file, stand_until, begins=state.global_step == 0)
+                loop.history = open_history(folder, loop.history_file, stand_until, begins=state.global_step == 0)
                 self._recording.append(loop)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
@@ -380,7 +381,7 @@ def run_folder(trainer: Any) -> Path:
     return Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))  # _trial does not exist before train()
 
 
-def opened(output_dir: Union[str, Path], name: str, step: int, begins: bool) -> History:
+def open_history(output_dir: Union[str, Path], name: str, step: int, begins: bool) -> History:
     """Open the history file of a run that ``begins``, or continues after ``step`` (an epoch, if rows are per epoch)."""
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     history = History(Path(output_dir) / name)
@@ -388,10 +389,10 @@ def opened(output_dir: Union[str, Path], name: str, step: int, begins: bool) -> 
     if dropped and begins:
         logger.warning(
             "removed %s of %s in %s, from an earlier training, because this run writes its own; to keep both, use "
-            "a different output_dir for each", counted(dropped, "row"), name, output_dir,
+            "a different output_dir for each", count_text(dropped, "row"), name, output_dir,
         )  # fmt: skip
     elif dropped:
         logger.info(
-            "removed %s of %s after step %d, because this run writes its own", counted(dropped, "row"), name, step
+            "removed %s of %s after step %d, because this run writes its own", count_text(dropped, "row"), name, step
         )
     return history

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.errors import ControlError, SettingsError, nearest
+from scu_trainer.errors import ControlError, SettingsError, did_you_mean
 from scu_trainer.settings.base import short
-from scu_trainer.train.loop import Loop, called
+from scu_trainer.train.loop import Loop, name_of_loop
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -36,12 +36,12 @@ _FILES_OF_RUNS = frozenset(
 _FILE_ATTRIBUTES = ("state_file", "history_file")
 
 
-def require_apart(loop: Loop, others: Collection[Loop]) -> None:
+def require_no_conflicts(loop: Loop, others: Collection[Loop]) -> None:
     """Raise ControlError if ``loop`` shares a name or file with one of ``others``, or has an invalid hook or file."""
     if any(other is loop for other in others):
         raise ControlError(
-            f"{called(loop)} was passed twice and would act twice in every step; pass it once, or create a second "
-            "instance"
+            f"{name_of_loop(loop)} was passed twice and would act twice in every step; pass it once, or create a "
+            "second instance"
         )
     _require_known_hooks(loop)
     _warn_about_similar_names(loop)
@@ -51,31 +51,31 @@ def require_apart(loop: Loop, others: Collection[Loop]) -> None:
     has_state = kind.state_dict is not Loop.state_dict
     if has_state and loop.state_file is None and kind.save_state is Loop.save_state:
         raise ControlError(
-            f"{called(loop)} has a state_dict but no state_file: checkpoints would not save its state, and a "
+            f"{name_of_loop(loop)} has a state_dict but no state_file: checkpoints would not save its state, and a "
             f'resumed run would start it fresh; set state_file = "{loop.name or "own"}_state.json" in its class'
         )
     if has_state and kind.load_state_dict is Loop.load_state_dict and kind.load_state is Loop.load_state:
         raise ControlError(
-            f"{called(loop)} has a state_dict but no load_state_dict: a resumed run would not read the state that "
-            "checkpoints hold; add load_state_dict(self, state)"
+            f"{name_of_loop(loop)} has a state_dict but no load_state_dict: a resumed run would not read the state "
+            "that checkpoints hold; add load_state_dict(self, state)"
         )
     for other in others:
         for attribute in ("name", *_FILE_ATTRIBUTES):
             shared = getattr(loop, attribute)
             if shared and shared == getattr(other, attribute):
                 raise ControlError(
-                    f"{called(loop)} and {called(other)} both have {attribute} {shared!r}, so one would overwrite the "
-                    f"other; give one of them a different {attribute}"
+                    f"{name_of_loop(loop)} and {name_of_loop(other)} both have {attribute} {shared!r}, so one would "
+                    f"overwrite the other; give one of them a different {attribute}"
                 )
 
 
 def _require_known_hooks(loop: Loop) -> None:
     hooks = [name for name in dir(Loop) if name.startswith("on_")]
     own = [name for name in dir(loop) if name.startswith("on_") and name not in hooks]
-    unknown = next((name + guess for name in own if (guess := nearest(name, hooks))), None)
+    unknown = next((name + guess for name in own if (guess := did_you_mean(name, hooks))), None)
     if unknown is not None:
         raise ControlError(
-            f"{called(loop)} has {unknown}, which nothing calls; use the name of a hook, or a name without on_"
+            f"{name_of_loop(loop)} has {unknown}, which nothing calls; use the name of a hook, or a name without on_"
         )
 
 
@@ -84,16 +84,18 @@ def _warn_about_similar_names(loop: Loop) -> None:
     hooks = [name for name in dir(Loop) if not name.startswith("_")]
     own = [name for name in dir(type(loop)) if name[0] != "_" and callable(getattr(type(loop), name))]
     for name in sorted(set(own) - set(hooks)):
-        if guess := nearest(name, hooks, cutoff=0.9):
-            logger.warning("%s has %s%s, which training does not call", called(loop), name, guess)
+        if guess := did_you_mean(name, hooks, cutoff=0.9):
+            logger.warning("%s has %s%s, which training does not call", name_of_loop(loop), name, guess)
 
 
-def late(loop: Loop) -> ControlError:
+def error_for_late_loop(loop: Loop) -> ControlError:
     """Return the error for a loop added during training: its ``begin`` was not called and its history is not open."""
-    return ControlError(f"{called(loop)} was added during training, too late for its begin hook; add it before train()")
+    return ControlError(
+        f"{name_of_loop(loop)} was added during training, too late for its begin hook; add it before train()"
+    )
 
 
-def tell_of_unsaved(model: nn.Module) -> None:
+def warn_about_unsaved_weights(model: nn.Module) -> None:
     """Warn about trained weights that peft does not save: it saves the adapter's own weights and those in
     modules_to_save."""
     if not hasattr(model, "peft_config"):
@@ -144,12 +146,13 @@ def _require_file_name(loop: Loop, attribute: str) -> None:
         return
     if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(".json"):
         raise ControlError(
-            f"{called(loop)} has {attribute} {name!r}, which is not a file name ending in .json; it is written into "
+            f"{name_of_loop(loop)} has {attribute} {name!r}, which is not a file name ending in .json; it is written "
+            "into "
             f'the checkpoint or the run directory, so use a name without folders, such as "own_{attribute[:-5]}.json"'
         )
     if name in _FILES_OF_RUNS:
         raise ControlError(
-            f"{called(loop)} has {attribute} {name!r}, a file that a run already writes; use a different name"
+            f"{name_of_loop(loop)} has {attribute} {name!r}, a file that a run already writes; use a different name"
         )
 
 
@@ -162,7 +165,7 @@ def require_settings(*given: tuple[str, Any, type]) -> None:
             )
 
 
-def tell_of_unused(name: str, value: Any, loop_argument: str, loop_settings: Any, kind: type) -> None:
+def warn_about_unused_argument(name: str, value: Any, loop_argument: str, loop_settings: Any, kind: type) -> None:
     """Warn if the argument ``name`` is given without ``loop_argument``, the settings of the loop that reads it.
 
     Not an error, because None for ``loop_argument`` is how a loop is switched off.
@@ -174,7 +177,7 @@ def tell_of_unused(name: str, value: Any, loop_argument: str, loop_settings: Any
         )  # fmt: skip
 
 
-def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
+def require_no_name_clash(kind: type[Trainer], ours: type[Trainer]) -> None:
     """Raise ControlError if a class between ``kind`` and the stock Trainer defines a name that ``ours`` overrides, or
     takes a constructor argument of the same name as one of ours, which would never reach it."""
     parameters = inspect.signature(ours.__init__).parameters.values()
@@ -186,7 +189,7 @@ def require_own_names(kind: type[Trainer], ours: type[Trainer]) -> None:
             _require_free(f"the constructor of {owner.__name__} takes", given, arguments)
 
 
-def require_own_attributes(trainer: Trainer, ours: type[Trainer]) -> None:
+def require_no_attribute_clash(trainer: Trainer, ours: type[Trainer]) -> None:
     """Raise ControlError if another constructor has set an attribute that ``ours`` will overwrite."""
     private = {name for name in vars(trainer) if name.startswith("_")}
     ours_by_then = private | {"is_stock", "after_epoch"}
@@ -213,7 +216,7 @@ def _require_free(who: str, names: Collection[str], taken: Collection[str]) -> N
         )
 
 
-def rate_of(loop: Loop) -> float:
+def checked_rate_factor(loop: Loop) -> float:
     """Return ``rate_factor`` as a float. Raises ControlError if it is not a number, negative or not finite, because it
     would reach the weights."""
     try:
@@ -223,12 +226,12 @@ def rate_of(loop: Loop) -> float:
     if 0 <= rate < math.inf:
         return rate
     raise ControlError(
-        f"{called(loop)} has rate_factor {loop.rate_factor}, which multiplies the learning rate; it must be a finite "
-        "number of 0 or more"
+        f"{name_of_loop(loop)} has rate_factor {loop.rate_factor}, which multiplies the learning rate; it must be a "
+        "finite number of 0 or more"
     )
 
 
-def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[float]]:
+def checked_scalars(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[float]]:
     """Return what ``hook`` of ``loop`` returns as numbers that every reporter accepts; None for a value not known yet.
 
     row: the log row that they will be added to. Raises ControlError for a value that is not a number, a name that is
@@ -236,12 +239,14 @@ def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[
     """
     scalars = getattr(loop, hook)()
     if not isinstance(scalars, Mapping):
-        raise ControlError(f"{called(loop)} returns a {type(scalars).__name__} from {hook}(); return a dict of numbers")
+        raise ControlError(
+            f"{name_of_loop(loop)} returns a {type(scalars).__name__} from {hook}(); return a dict of numbers"
+        )
     numbers: dict[str, Optional[float]] = {}
     for name, value in scalars.items():
         if not isinstance(name, str):
             raise ControlError(
-                f"{called(loop)} gives a scalar the name {name!r}, which is not text; put it in quotes, as "
+                f"{name_of_loop(loop)} gives a scalar the name {name!r}, which is not text; put it in quotes, as "
                 f'in "{loop.name or "own"}/{name}"'
             )
         # A tensor or an array of one number.
@@ -249,12 +254,12 @@ def row_of(loop: Loop, hook: str, row: Mapping[str, Any]) -> dict[str, Optional[
         number = value.item() if is_one else value
         if number is not None and not isinstance(number, (int, float)):
             raise ControlError(
-                f"{called(loop)} gives the scalar {name!r} as {type(value).__name__}, but logs only hold numbers; "
-                "return a float for it"
+                f"{name_of_loop(loop)} gives the scalar {name!r} as {type(value).__name__}, but logs only hold "
+                "numbers; return a float for it"
             )
         if name in row:
             raise ControlError(
-                f"{called(loop)} gives a scalar {name!r}, which this row of the logs already has; begin its name "
+                f"{name_of_loop(loop)} gives a scalar {name!r}, which this row of the logs already has; begin its name "
                 f'with the name of the loop: "{loop.name or "own"}/{name}"'
             )
         numbers[name] = number

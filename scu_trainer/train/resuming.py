@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from transformers.trainer_utils import has_length
 
-from scu_trainer.data.numbered import Numbered, draws
+from scu_trainer.data.numbered import Numbered, is_random_per_read
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.adapters import check_adapter
-from scu_trainer.train.checkpoints.compatibility import facts_of, tell_of_changes
-from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer, step_inside
+from scu_trainer.train.checkpoints.compatibility import facts_of, warn_about_changes
+from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer, saved_step
 from scu_trainer.train.checkpoints.format import read_manifest
-from scu_trainer.train.loop import Loop, called
+from scu_trainer.train.loop import Loop, name_of_loop
 from scu_trainer.train.loss.rows.model_loss import comes_from
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
 
 logger = logging.getLogger("scu_trainer")
 
-GIVEN_BY = {
+LOOPS_BY_STATE_FILE = {
     "scu_state.json": ("regularization", "regularization=RegularizationSettings(...) (scu: true)"),
     "memory_state.json": ("memory", "memory=MemorySettings(...) (memory_control: true)"),
     "curriculum_state.json": ("curriculum", "curriculum=CurriculumSettings(...) (curriculum: the same as before)"),
@@ -43,12 +43,12 @@ def check_resume(checkpoint: Path, trainer: Any) -> None:
         check_adapter(checkpoint, trainer.model, tells=trainer.is_world_process_zero())
 
 
-def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None:
+def warn_about_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None:
     """Warn about all that ``checkpoint`` does not hold for ``trainer``, an ``SCUTrainer``, or that has changed."""
     _warn_about_fresh_reference(checkpoint, trainer)
     _warn_about_lost_generations(checkpoint, trainer.args, steps_per_epoch)
     _warn_about_fresh_average(checkpoint, trainer.callback_handler.callbacks)
-    if trainer.is_stock and owes_evaluation(trainer.state, trainer.args):
+    if trainer.is_stock and is_evaluation_missing(trainer.state, trainer.args):
         logger.warning(
             "%s was saved before its end-of-epoch evaluation, which the stock Trainer skips when it resumes: its "
             "metrics will be missing and dropout will differ from here on. Turn on any loop, for example "
@@ -65,10 +65,10 @@ def tell_of_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> None
     _warn_about_skipped_pass(checkpoint, trainer)
     if not trainer.checkpoints.facts:  # the commands report changes themselves
         is_stream = isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
-        tell_of_changes(checkpoint, trainer.args, are_rows_chosen, is_stream)
+        warn_about_changes(checkpoint, trainer.args, are_rows_chosen, is_stream)
 
 
-def place_in_stream(checkpoint: Path, accumulated: int) -> tuple[int, int]:
+def stream_position(checkpoint: Path, accumulated: int) -> tuple[int, int]:
     """Return (completed passes, completed batches of the next pass) for training data without a length.
 
     The stock Trainer takes all passes for one epoch, and would skip more batches than a pass has. ``accumulated``:
@@ -80,7 +80,7 @@ def place_in_stream(checkpoint: Path, accumulated: int) -> tuple[int, int]:
     return int(passes), round(part * state["max_steps"] * accumulated_before)
 
 
-def owes_evaluation(state: Any, args: Any) -> bool:
+def is_evaluation_missing(state: Any, args: Any) -> bool:
     """Return whether the run resumes from the end of an epoch that was saved before it was evaluated.
 
     The stock Trainer skips that evaluation: its log row and best model are missing, and later steps draw other random
@@ -92,16 +92,16 @@ def owes_evaluation(state: Any, args: Any) -> bool:
     return is_due and is_end and not any(name.startswith("eval_") for row in rows for name in row)
 
 
-def tell_of_no_step(trainer: Any) -> None:
+def warn_about_no_step(trainer: Any) -> None:
     """Warn when a run is resumed at its last step, because the user expects training to continue."""
     state, ending_loop = trainer.state, next((loop for loop in trainer.loops if loop.is_over), None)
     why = "which was its last; to continue training, raise max_steps or num_train_epochs"
     if state.global_step < state.max_steps and ending_loop is not None:
-        why = f"where {called(ending_loop)} had ended it; to continue training, resume without that loop"
+        why = f"where {name_of_loop(ending_loop)} had ended it; to continue training, resume without that loop"
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
 
 
-def tell_of_loader(loader: Any, skips: bool, is_stock: bool) -> None:
+def warn_about_loader(loader: Any, skips: bool, is_stock: bool) -> None:
     """Warn about what a resumed run does not get from ``loader`` as an uninterrupted run would.
 
     skips: the run resumes within an epoch. is_stock: every loop is off, so no row is read that the stock Trainer would
@@ -140,7 +140,7 @@ def _warn_about_random_rows(loader: Any) -> None:
     if isinstance(rows, Numbered) or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
         return
     try:
-        is_random = draws(rows, loader.collate_fn)
+        is_random = is_random_per_read(rows, loader.collate_fn)
     except Exception as error:  # user code failed; training reads the same rows and will raise this error if it matters
         logger.debug("could not find out whether rows draw random numbers: %r", error)
     if is_random:
@@ -156,8 +156,8 @@ def _warn_about_missing_loops(checkpoint: Path, loops: Collection[Loop]) -> None
     """Warn if ``checkpoint`` holds the state of a loop that this trainer does not have: no metric would show it."""
     classes = read_manifest(checkpoint).get("loops")
     present = {loop.name for loop in loops} | {loop.state_file for loop in loops}
-    for file, kind in (dict.fromkeys(GIVEN_BY) | (classes if isinstance(classes, dict) else {})).items():
-        name, remedy = GIVEN_BY.get(file, (file, f"callbacks=[{kind}(...)]"))
+    for file, kind in (dict.fromkeys(LOOPS_BY_STATE_FILE) | (classes if isinstance(classes, dict) else {})).items():
+        name, remedy = LOOPS_BY_STATE_FILE.get(file, (file, f"callbacks=[{kind}(...)]"))
         if name not in present and (checkpoint / file).is_file():
             logger.warning(
                 "%s holds %s, the state of a loop (%s) that this trainer does not have: the run continues without the "
@@ -169,7 +169,7 @@ def _warn_about_missing_loops(checkpoint: Path, loops: Collection[Loop]) -> None
 def _warn_about_fresh_optimizer(checkpoint: Path, is_stock: bool) -> None:
     """Warn if optimizer or schedule are missing: the stock Trainer reads both or, silently, neither.
 
-    With ``weights_only``, ``catch_up`` advances the schedule.
+    With ``weights_only``, ``advance_schedule`` advances the schedule.
     """
     missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
     if missing:
@@ -189,7 +189,7 @@ def _warn_about_fresh_reference(checkpoint: Path, trainer: Any) -> None:
     else:
         return
     followed = getattr(trainer, name, None)
-    if followed is None or step_inside(checkpoint) < steps:
+    if followed is None or saved_step(checkpoint) < steps:
         return
     advice = (
         f". To continue exactly, save trainer.{name}.state_dict() with each checkpoint (in on_save of a callback), "
@@ -211,7 +211,7 @@ def _warn_about_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: i
     if generates_for is None:
         return
     batches, accumulated = generates_for * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
-    if step_inside(checkpoint) % steps_per_epoch * accumulated % batches:
+    if saved_step(checkpoint) % steps_per_epoch * accumulated % batches:
         logger.warning(
             "%s does not hold the generations for this step and the next ones: they are generated again, so the "
             "result differs from that of an uninterrupted run. To continue exactly, resume from a checkpoint whose "
@@ -226,7 +226,7 @@ def _warn_about_skipped_pass(checkpoint: Path, trainer: Any) -> None:
     """Warn if the stock Trainer cannot find its place in a stream."""
     if trainer.args.ignore_data_skip or has_length(trainer.train_dataset) or not trainer.is_stock:
         return
-    passes, _ = place_in_stream(checkpoint, 1)
+    passes, _ = stream_position(checkpoint, 1)
     if passes:
         logger.warning(
             "the data have no length, and this run is in pass %d over them: the stock Trainer skips as many "
@@ -254,7 +254,7 @@ def _warn_about_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: boo
     remedy = "Turn on any loop, for example safety=SafetySettings(), to save it in checkpoints"
     if has_own:
         remedy = "With several processes only accelerator_config use_seedable_sampler: true keeps the order"
-    step = step_inside(checkpoint)
+    step = saved_step(checkpoint)
     if step > steps_per_epoch and step % steps_per_epoch:  # the first epoch draws its order from the seed
         logger.warning(
             "%s: the rows of this epoch come in another order than before, so some are seen twice or not at all, "
@@ -269,7 +269,7 @@ def _warn_about_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> N
     for callback in callbacks:
         if not any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):  # without importing TRL
             continue
-        if step_inside(checkpoint) > callback.update_after:
+        if saved_step(checkpoint) > callback.update_after:
             logger.warning(
                 "%s does not hold the weight average of %s: it starts over from the weights of this checkpoint, so "
                 "the averaged model differs from that of an uninterrupted run",
@@ -277,9 +277,9 @@ def _warn_about_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> N
             )  # fmt: skip
 
 
-def catch_up(scheduler: Any, checkpoint: Path) -> None:
+def advance_schedule(scheduler: Any, checkpoint: Path) -> None:
     """Advance a schedule without a saved state to the step of the checkpoint."""
-    steps = step_inside(checkpoint)
+    steps = saved_step(checkpoint)
     with warnings.catch_warnings():
         # the optimizer has taken no step yet
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

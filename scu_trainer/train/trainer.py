@@ -24,48 +24,48 @@ from typing import Any, Optional, Union
 import torch
 from transformers import DefaultFlowCallback, PreTrainedModel, Trainer, TrainerCallback
 
-from scu_trainer.data.random_states import States, put_back, states, states_kept
+from scu_trainer.data.random_states import RngStates, preserve_rng_states, restore_rng_states, rng_states
 from scu_trainer.errors import ControlError, NonFiniteLoss
 from scu_trainer.hardware import heap
 from scu_trainer.models.loading.hub_errors import as_hub_error
 from scu_trainer.models.loading.safety import tensors_only
-from scu_trainer.models.quantize import keep_as_loaded
+from scu_trainer.models.quantize import prevent_repacking
 from scu_trainer.secrets import secret
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.findings import EPOCH_START, has_optimizer
-from scu_trainer.train.checkpoints.optimizer_types import types_kept
+from scu_trainer.train.checkpoints.optimizer_types import state_dtypes_kept
 from scu_trainer.train.checkpoints.pushing import Pushes
 from scu_trainer.train.checkpoints.selection import selected_checkpoint
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
-from scu_trainer.train.epochs import epochs, handed_over
-from scu_trainer.train.loop import Loop, LoopEvents, returned
+from scu_trainer.train.epochs import epochs, run_and_report_epoch
+from scu_trainer.train.loop import Loop, LoopEvents, checked_result
 from scu_trainer.train.loop_checks import (
-    late,
-    rate_of,
-    require_apart,
-    require_own_attributes,
-    require_own_names,
+    checked_rate_factor,
+    checked_scalars,
+    error_for_late_loop,
+    require_no_attribute_clash,
+    require_no_conflicts,
+    require_no_name_clash,
     require_settings,
-    row_of,
-    tell_of_unsaved,
-    tell_of_unused,
+    warn_about_unsaved_weights,
+    warn_about_unused_argument,
 )
 from scu_trainer.train.loops import difficulty_of, make_loops
-from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, own_loss_between
-from scu_trainer.train.loss.wrap import adopt, countable, weighed
+from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, user_loss_below
+from scu_trainer.train.loss.wrap import batches_to_count, prepare_wrapped_trainer, weighted_items
 from scu_trainer.train.resuming import (
-    catch_up,
+    advance_schedule,
     check_resume,
-    owes_evaluation,
-    place_in_stream,
-    tell_of_loader,
-    tell_of_no_step,
-    tell_of_resume,
+    is_evaluation_missing,
+    stream_position,
+    warn_about_loader,
+    warn_about_no_step,
+    warn_about_resume,
 )
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.engine import StockEngine
-from scu_trainer.train.step.recovery.loader_workers import shield
+from scu_trainer.train.step.recovery.loader_workers import protect_workers
 from scu_trainer.train.step.recovery.memory import Gauge
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -107,7 +107,7 @@ class SCUTrainer(Trainer):
     _steps_per_epoch: Optional[int] = None
     _flops_per_entry: Optional[int] = None
     _is_training = _rests = False
-    _epoch_began: Optional[States] = None
+    _epoch_began: Optional[RngStates] = None
     step_is_taken_back = False
     """Whether a loop has vetoed the current step."""
     rate_of_step: Optional[float] = None
@@ -137,17 +137,17 @@ class SCUTrainer(Trainer):
             ("efficiency", efficiency, EfficiencySettings),
             ("safety", safety, SafetySettings),
         )
-        tell_of_unused("memory_gauge", memory_gauge, "memory", memory, MemorySettings)
-        tell_of_unused(
+        warn_about_unused_argument("memory_gauge", memory_gauge, "memory", memory, MemorySettings)
+        warn_about_unused_argument(
             "regularization_tokens", regularization_tokens, "regularization", regularization, RegularizationSettings
         )
         # With every loop off, every method below is the stock one.
         self.is_stock = (regularization, memory, curriculum, efficiency, safety) == (None,) * 5
         self.engine = StockEngine(self)
         super().__init__(*args, **kwargs)
-        require_own_attributes(self, SCUTrainer)
+        require_no_attribute_clash(self, SCUTrainer)
         self.args.hub_token = secret(self.args.hub_token)  # each checkpoint contains a pickled copy of the arguments
-        adopt(self)
+        prepare_wrapped_trainer(self)
         self._is_made = True
         given_loops = self.loops
         efficiency = efficiency or EfficiencySettings()
@@ -188,9 +188,9 @@ class SCUTrainer(Trainer):
     def _attach_loop(self, loop: Loop) -> None:
         callbacks = self.callback_handler.callbacks
         try:
-            require_apart(loop, [other for other in callbacks[:-1] if isinstance(other, Loop)])
+            require_no_conflicts(loop, [other for other in callbacks[:-1] if isinstance(other, Loop)])
             if self._is_training:
-                raise late(loop)
+                raise error_for_late_loop(loop)
         except ControlError:
             callbacks.pop()
             raise
@@ -209,7 +209,7 @@ class SCUTrainer(Trainer):
         factor = 1.0
         for loop in self.loops:
             own = loop.rate_factor
-            factor *= own if isinstance(own, float) and 0 <= own < math.inf else rate_of(loop)
+            factor *= own if isinstance(own, float) and 0 <= own < math.inf else checked_rate_factor(loop)
         return factor
 
     def _get_learning_rate(self) -> float:
@@ -275,9 +275,9 @@ class SCUTrainer(Trainer):
                 "without the loop, or put it back with add_callback"
             )
         if not self.is_stock:
-            heap.settle()
+            heap.settle_malloc_thresholds()
             if self.is_world_process_zero() and not is_sharded(self):
-                tell_of_unsaved(self.model)
+                warn_about_unsaved_weights(self.model)
         for loop in self.loops:
             loop.trainer = self  # as _owning_loops does around evaluations, but for the whole training
             loop.begin()
@@ -290,18 +290,18 @@ class SCUTrainer(Trainer):
 
     def _get_dataloader(self, *args, **kwargs):
         loader = super()._get_dataloader(*args, **kwargs)
-        return self.engine.loading(loader if self.is_stock else shield(loader))
+        return self.engine.loading(loader if self.is_stock else protect_workers(loader))
 
     def _wrap_model(self, model, *args, **kwargs):
         if not self.is_stock:
-            keep_as_loaded(model)  # also without evaluations, because the loops compute losses without a gradient
+            prevent_repacking(model)  # also without evaluations, because the loops compute losses without a gradient
         return super()._wrap_model(model, *args, **kwargs)
 
     def set_initial_training_values(self, args, dataloader):
         values = super().set_initial_training_values(args, dataloader)
         self._steps_per_epoch = values[1]
         for loop in self.loops:
-            values = returned(loop, "training_values", loop.training_values(values))
+            values = checked_result(loop, "training_values", loop.training_values(values))
         return values
 
     @functools.wraps(Trainer.create_scheduler)
@@ -328,12 +328,12 @@ class SCUTrainer(Trainer):
         position = super()._init_training_state(*arguments)
         is_stream = num_train_epochs == sys.maxsize  # the value that the stock Trainer uses for data without a length
         if resume_from_checkpoint is not None and is_stream and not self.is_stock and not self.args.ignore_data_skip:
-            position = place_in_stream(Path(resume_from_checkpoint), self.args.gradient_accumulation_steps)
+            position = stream_position(Path(resume_from_checkpoint), self.args.gradient_accumulation_steps)
         for loop in self.loops if resume_from_checkpoint is not None else ():
             new_position = loop.resume_position(resume_from_checkpoint, position)
-            position = returned(loop, "resume_position", new_position)
+            position = checked_result(loop, "resume_position", new_position)
         if resume_from_checkpoint is not None and not self.is_stock and self.is_over and self.is_world_process_zero():
-            tell_of_no_step(self)
+            warn_about_no_step(self)
         return position
 
     @property
@@ -348,7 +348,7 @@ class SCUTrainer(Trainer):
             return None
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
         is_at_start = is_resumed and kwargs["steps_trained_in_current_epoch"] == 0
-        if is_at_start and not self.is_stock and owes_evaluation(self.state, self.args):
+        if is_at_start and not self.is_stock and is_evaluation_missing(self.state, self.args):
             self._load_rng_state(kwargs["resume_from_checkpoint"])
             self._end_epoch(kwargs["model"], kwargs["trial"], kwargs["start_time"], kwargs["ignore_keys_for_eval"])
             if self.control.should_training_stop:
@@ -360,15 +360,15 @@ class SCUTrainer(Trainer):
         position = kwargs["steps_trained_in_current_epoch"]
         skips = is_resumed and position > 0 and not self.args.ignore_data_skip
         if is_resumed and self.is_world_process_zero():
-            tell_of_loader(kwargs["train_dataloader"], skips, self.is_stock)
+            warn_about_loader(kwargs["train_dataloader"], skips, self.is_stock)
         if not self.is_stock:
             checkpoint = kwargs["resume_from_checkpoint"] if is_resumed else None
             # first, because the order of the rows depends on it
             if checkpoint is not None and (skips or position == 0):
                 self._load_rng_state(str(Path(checkpoint, EPOCH_START) if skips else checkpoint))
-            self._epoch_began = states()
+            self._epoch_began = rng_states()
         run = functools.partial(super()._run_epoch, **kwargs)
-        return handed_over(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
+        return run_and_report_epoch(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
 
     def _end_epoch(self, model, trial, start_time, ignore_keys=None) -> None:
         """Log, save and evaluate for an epoch that was saved after its last step but before its evaluation."""
@@ -377,7 +377,7 @@ class SCUTrainer(Trainer):
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         is_resumed_at_end = self.state.global_step == self._initial_global_step > 0 and not self.is_stock
-        if is_resumed_at_end and owes_evaluation(self.state, self.args):
+        if is_resumed_at_end and is_evaluation_missing(self.state, self.args):
             self._end_epoch(self.model_wrapped, trial, start_time)
         rows = _first_not_none(loop.rows_trained for loop in self.loops)
         if rows is not None:  # the stock loop multiplies this number by the same share
@@ -389,7 +389,7 @@ class SCUTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         for loop in reversed(self.loops):
-            epoch_iterator = returned(loop, "batches", loop.batches(epoch_iterator, num_batches))
+            epoch_iterator = checked_result(loop, "batches", loop.batches(epoch_iterator, num_batches))
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         for loop in self.loops:
             loop.on_window(batches, num_items)
@@ -440,7 +440,7 @@ class SCUTrainer(Trainer):
         if path is None:
             return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._rests or return_outputs or not model.training:
-            inputs = path.for_model(inputs)
+            inputs = path.inputs_for_model(inputs)
             with self.engine.way(inputs):
                 return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         return path.loss(model, inputs, num_items_in_batch)
@@ -448,9 +448,9 @@ class SCUTrainer(Trainer):
     def _stock_loss(self, model, inputs, return_outputs, num_items_in_batch):
         """Compute the loss as the stock Trainer does; a plain module may also return a bare loss tensor."""
         for loop in self.loops:
-            inputs = returned(loop, "on_forward", loop.on_forward(inputs))
+            inputs = checked_result(loop, "on_forward", loop.on_forward(inputs))
         given = {"num_items_in_batch": num_items_in_batch, **({"return_outputs": True} if return_outputs else {})}
-        is_plain = not (isinstance(self.model, PreTrainedModel) or self.compute_loss_func or own_loss_between(self))
+        is_plain = not (isinstance(self.model, PreTrainedModel) or self.compute_loss_func or user_loss_below(self))
         with self.model.register_forward_hook(_bare_loss_in_tuple) if is_plain else contextlib.nullcontext():
             return super().compute_loss(model, inputs, **given)
 
@@ -462,8 +462,8 @@ class SCUTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples, device):
         def count(on_device):
-            items = super(SCUTrainer, self)._get_num_items_in_batch(countable(self, batch_samples), on_device)
-            return weighed(self, batch_samples, items, on_device)
+            items = super(SCUTrainer, self)._get_num_items_in_batch(batches_to_count(self, batch_samples), on_device)
+            return weighted_items(self, batch_samples, items, on_device)
 
         return self.engine.counted(count, batch_samples, device)
 
@@ -532,15 +532,15 @@ class SCUTrainer(Trainer):
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
         with self.engine.doing(lambda: "evaluation"), contextlib.ExitStack() as stack:
             for loop in self.loops:
-                stack.enter_context(returned(loop, "evaluation", loop.evaluation()))
+                stack.enter_context(checked_result(loop, "evaluation", loop.evaluation()))
             return self.engine.evaluated(evaluate, dataloader, loss_only)
 
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
         for loop in self.loops:
             if "loss" in logs:
-                logs.update(row_of(loop, "scalars", logs))
+                logs.update(checked_scalars(loop, "scalars", logs))
             elif "train_runtime" in logs:
-                logs.update(row_of(loop, "final_scalars", logs))
+                logs.update(checked_scalars(loop, "final_scalars", logs))
         super().log(logs, start_time)
 
     # -- checkpoints: complete or absent. The stock method writes to a staging folder, which is renamed at the end.
@@ -578,8 +578,8 @@ class SCUTrainer(Trainer):
         if self._epoch_began is not None:
             folder = Path(output_dir, EPOCH_START)
             folder.mkdir(exist_ok=True)
-            with states_kept():
-                put_back(self._epoch_began)
+            with preserve_rng_states():
+                restore_rng_states(self._epoch_began)
                 super()._save_rng_state(str(folder))
 
     def _load_rng_state(self, checkpoint: Optional[str]) -> None:
@@ -587,14 +587,14 @@ class SCUTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Optional[str]) -> None:
-        with tensors_only(checkpoint), types_kept(self, checkpoint):
+        with tensors_only(checkpoint), state_dtypes_kept(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.is_world_process_zero():
-            tell_of_resume(Path(checkpoint), self, self._steps_per_epoch)
+            warn_about_resume(Path(checkpoint), self, self._steps_per_epoch)
         if self.is_stock or checkpoint is None:
             return
         if not has_optimizer(Path(checkpoint)):  # saved with weights_only, so everything else starts over
-            catch_up(self.lr_scheduler, Path(checkpoint))
+            advance_schedule(self.lr_scheduler, Path(checkpoint))
             return
         for loop in self.loops:
             loop.load_state(checkpoint)
@@ -627,7 +627,7 @@ def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
         return trainer_class
     if issubclass(SCUTrainer, trainer_class):  # Trainer itself
         return SCUTrainer
-    require_own_names(trainer_class, SCUTrainer)
+    require_no_name_clash(trainer_class, SCUTrainer)
     return type(f"SCU{trainer_class.__name__}", (SCUTrainer, trainer_class), {})
 
 

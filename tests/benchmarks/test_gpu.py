@@ -18,7 +18,7 @@ pytest.importorskip("trl", reason="trl is not installed")
 from benchmarks.gpu import gpu, gpu_shapes, gpu_table, gpu_window, gpu_work, loss_kernels
 from benchmarks.gpu.gpu_work import Point, result_of
 from benchmarks.lib import common, text_job
-from scu_trainer.control.splitting import few_sizes
+from scu_trainer.control.splitting import rounded_up_size
 
 TINY = Point("tiny", "lora", "stock", device="cpu", **gpu.TINY)
 H100 = "NVIDIA H100 80GB HBM3"
@@ -61,7 +61,7 @@ def test_a_part_of_the_quick_run(monkeypatch, capfd, few_objects):
     assert stock["step_tokens"] == ours["step_tokens"] == trl["step_tokens"]
     assert stock["tokens"] == sum(stock["step_tokens"][gpu_window.WARM_UP_STEPS : -gpu_window.EXTRA_STEPS])
     # Both without padding; ours with what makes it one of few sizes in half precision on a CPU.
-    assert trl["processed"] <= ours["processed"] <= few_sizes(trl["processed"]) < stock["processed"]
+    assert trl["processed"] <= ours["processed"] <= rounded_up_size(trl["processed"]) < stock["processed"]
     assert unsloth["status"] == "cannot run"
     assert gpu_table.differences(seen) == []
 

@@ -16,11 +16,11 @@ import pytest
 import uvicorn
 
 from scu_trainer.board.access import Guard
-from scu_trainer.board.acts import Acts
+from scu_trainer.board.acts import RunActions
 from scu_trainer.board.app import Board
 from scu_trainer.cli.looking import board as command
 from scu_trainer.cli.talking.streaming import stream_answer
-from scu_trainer.runs.control import Hands
+from scu_trainer.runs.control import RunBackend
 from tests.report.made_runs import drawn_once
 
 TOKEN, HOST, COOKIE = "a-token-of-this-test", "127.0.0.1:7860", "scu_board_7860"
@@ -66,13 +66,13 @@ def root(tmp_path) -> Path:
 @pytest.fixture
 def site(root, tmp_path) -> Site:
     (tmp_path / "recipe.yaml").write_text("output_dir: runs/short\n")
-    hands = Hands()
-    acts = Acts([tmp_path / "recipe.yaml"], command._start_function(root, hands), hands)
+    hands = RunBackend()
+    acts = RunActions([tmp_path / "recipe.yaml"], command._start_function(root, hands), hands)
     return Site(Board(root, acts, stream_answer))
 
 
 @contextlib.contextmanager
-def opened(root: Path, configurations: list[Path], hands: Optional[Hands] = None) -> Iterator[str]:
+def opened(root: Path, configurations: list[Path], hands: Optional[RunBackend] = None) -> Iterator[str]:
     """The real command on a free port; its address, as it prints it."""
     servers, is_up = [], threading.Event()
 

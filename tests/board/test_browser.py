@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scu_trainer.runs.process import Machine, Posix, family
+from scu_trainer.runs.process import Machine, Posix, processes_of_run
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run
 from tests.board.conftest import opened
@@ -43,7 +43,7 @@ def served(folder):
         with opened(root, [recipe], stand_in.hands()) as address:
             yield SimpleNamespace(address=address, at=address.split("/?")[0], root=root, recipe=recipe)
     record = Run(root / "short", "short").record()
-    for member in family(record.process, record.token, Machine()) if record and record.process else ():
+    for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
         Posix().end(member, Machine())
 
 

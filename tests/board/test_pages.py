@@ -74,8 +74,8 @@ def test_a_page_that_is_no_number(site, root, page):
 def test_a_run_that_has_ended_is_read_once_and_again_when_it_changes(root, monkeypatch):
     folder = make_run(root / "one")
     listing, looks = Listing(root), []
-    look_at = module.look_at
-    monkeypatch.setattr(module, "look_at", lambda *words: looks.append(1) or look_at(*words))
+    report_or_unreadable = module.report_or_unreadable
+    monkeypatch.setattr(module, "report_or_unreadable", lambda *words: looks.append(1) or report_or_unreadable(*words))
     assert [row.state.status for row in (listing.rows()[0], listing.rows()[0])] == ["finished"] * 2 and len(looks) == 1
     begun_at(folder, "2020-01-01T00:00:00+00:00", status="failed")
     assert listing.rows()[0].state.status == "failed" and len(looks) == 2

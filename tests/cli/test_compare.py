@@ -245,11 +245,11 @@ def test_runs_at_a_time_and_their_threads(tmp_path, monkeypatch, gpus, free_gib,
     monkeypatch.setattr(compare_plan.room, "devices", lambda: gpus)
     monkeypatch.setattr(compare_plan, "usable_cores", lambda: 8.0)
     monkeypatch.setattr(compare_plan, "ram_bytes", lambda: (2**40, free_gib * 2**30))
-    made, found = compare_plan.shared_out(plan(tmp_path), asked)
+    made, found = compare_plan.with_threads_and_devices(plan(tmp_path), asked)
     assert (found, made.threads) == (devices, threads)
 
 
 def test_more_runs_at_a_time_than_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_plan.room, "devices", lambda: ["gpu-0", "gpu-1"])
     with pytest.raises(SettingsError, match="jobs is 3, but there are 2 GPUs, one for each run; lower --jobs"):
-        compare_plan.shared_out(plan(tmp_path), 3)
+        compare_plan.with_threads_and_devices(plan(tmp_path), 3)

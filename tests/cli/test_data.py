@@ -11,7 +11,7 @@ import yaml
 
 from scu_trainer.cli import configuration
 from scu_trainer.cli import main as cli
-from scu_trainer.cli.looking.facts import Strange
+from scu_trainer.cli.looking.facts import Outlier
 from scu_trainer.cli.names.known import stock_fields
 from scu_trainer.data import embedded_tokenizer, prepare
 from scu_trainer.settings import DataSettings
@@ -173,4 +173,4 @@ def test_the_page_stands_alone(look, tmp_path, width, scheme):
 
 
 def test_large_numbers_of_tokens_are_shown_as_counts():
-    assert Strange(0, "tokens", 71.0, 1110.0, 5.0).values == "71, median 1,110"
+    assert Outlier(0, "tokens", 71.0, 1110.0, 5.0).values == "71, median 1,110"

@@ -22,7 +22,7 @@ from scu_trainer.cli.evaluation import eval as command
 from scu_trainer.cli.evaluation.report import verdict
 from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.main import main
-from scu_trainer.cli.origin import of_its_run, run_behind
+from scu_trainer.cli.origin import source_run_of, with_source_run
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.data import prepare
 from scu_trainer.models.loading.load import load_tokenizer
@@ -134,10 +134,10 @@ def test_an_adapter_without_its_run(evaluate, work, tmp_path):
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(work.lora / name, adapter)
     data = ("--dataset", work.documents, "--block-size", 64, "--validation-split-percentage", 25, "--seed", 5)
-    alone, of_its_run = (
+    alone, with_source_run = (
         evaluate(*words, "--mixed_precision", "no") for words in ((adapter, *data), (work.lora, "--seed", 5))
     )
-    assert alone["model"]["bpt"] == of_its_run["model"]["bpt"]
+    assert alone["model"]["bpt"] == with_source_run["model"]["bpt"]
     assert evaluate(adapter, *data, "--against", "base")["against"][0]["name"] == str(work.model)
 
 
@@ -241,13 +241,13 @@ def test_a_folder_from_before_runs_were_noted_is_known_by_its_adapter(evaluate, 
 
 
 def test_a_run_that_was_resumed_is_still_the_one_that_weights_were_made_from(broken_run):
-    before = run_behind(broken_run)
+    before = source_run_of(broken_run)
     described = read_json(broken_run / "training_config.json")
     described["configuration"]["resume_from_checkpoint"] = str(broken_run / "checkpoint-2")
     edit_json(broken_run / "training_config.json", **{**described, "start_number": 2, "changed_from": {}})
-    assert run_behind(broken_run) == before and before["sha256"] is not None
+    assert source_run_of(broken_run) == before and before["sha256"] is not None
     (broken_run / "training_config.json").write_text("{}")  # of another program
-    assert run_behind(broken_run)["sha256"] is None
+    assert source_run_of(broken_run)["sha256"] is None
 
 
 @pytest.mark.parametrize("content", [["a"], {"run": "abc"}, {"source": 3}])
@@ -255,7 +255,7 @@ def test_a_file_of_another_program_with_one_of_our_names_says_nothing(work, tmp_
     model = shutil.copytree(work.model, tmp_path / "model")
     write_json(model / "merge.json", content)
     subject = subject_of(str(model))
-    assert of_its_run(subject) == subject and not subject.answers_plain_text and run_behind(model) is None
+    assert with_source_run(subject) == subject and not subject.answers_plain_text and source_run_of(model) is None
 
 
 def test_what_was_pruned_of_merged_weights_has_their_run(evaluate, work, broken_run, tmp_path, capsys):
@@ -285,9 +285,9 @@ def test_data_beside_a_run_are_found_from_what_was_made_of_it(
     described["configuration"]["dataset"] = "data.jsonl"
     write_json(broken_run / "training_config.json", described)
     shutil.copytree(work.model, made)
-    write_json(made / "merge.json", {"format": 1, "adapter": str(broken_run), "run": run_behind(broken_run)})
+    write_json(made / "merge.json", {"format": 1, "adapter": str(broken_run), "run": source_run_of(broken_run)})
     monkeypatch.chdir(work.folder)
-    assert of_its_run(subject_of(str(made))).data.dataset == str(tmp_path / "data.jsonl")
+    assert with_source_run(subject_of(str(made))).data.dataset == str(tmp_path / "data.jsonl")
 
 
 def test_the_data_of_a_run_typed_again_are_split_as_it_did(evaluate, work, monkeypatch):

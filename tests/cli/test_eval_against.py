@@ -23,7 +23,7 @@ from scu_trainer.cli.evaluation.screen import as_text
 from scu_trainer.cli.publishing import merge
 from scu_trainer.models.loading.load import load_for_evaluation, load_tokenizer
 from scu_trainer.settings import ModelSettings
-from scu_trainer.train.evaluation.harness import TaskFigure, _generated_token_limit, paired_difference
+from scu_trainer.train.evaluation.harness import TaskMetric, _generated_token_limit, paired_difference
 from tests import tiny
 from tests.cli.test_eval import write_documents
 
@@ -350,9 +350,9 @@ def test_the_package_is_named_where_it_is_missing(refused, work, monkeypatch):
     assert "pip install 'scu-trainer[lm-eval]'" in refused(work.model, "--tasks", "arc_easy")
 
 
-def figure(values: list[float]) -> TaskFigure:
+def figure(values: list[float]) -> TaskMetric:
     mean = float(np.mean(values)) if values else 0.5
-    return TaskFigure("t", "acc", "none", mean, 0.1, "sd", len(values), 0, 1, True, np.array(values))
+    return TaskMetric("t", "acc", "none", mean, 0.1, "sd", len(values), 0, 1, True, np.array(values))
 
 
 def test_two_models_are_compared_question_by_question():

@@ -194,7 +194,7 @@ def test_another_model_is_not_written(shallow, tmp_path, capsys, monkeypatch, co
 
 
 def test_other_tokens_are_not_written(folder, tmp_path, capsys, monkeypatch, converter_forks):
-    monkeypatch.setattr(gguf, "words_rule", lambda file: "llama-bpe")
+    monkeypatch.setattr(gguf, "word_rule_name", lambda file: "llama-bpe")
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"row {n}: 1234567 and\n\n  it's 89"}) + "\n" for n in range(20)))
     train(folder, "numbers", dataset=text, max_steps=1, sample_prompts=0, predict_memory="false")
@@ -251,7 +251,7 @@ def test_refusals(folder, tmp_path, capsys, monkeypatch, converter_forks):
 
 def test_the_file_and_the_weights_that_it_is_made_of_need_room_together(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gguf, "_run", lambda *words: None)
-    monkeypatch.setattr(merge, "loaded_with_rows", lambda *arguments: pytest.fail("began to export"))
+    monkeypatch.setattr(merge, "load_with_rows", lambda *arguments: pytest.fail("began to export"))
     weights = (folder / "full" / "model.safetensors").stat().st_size
     for outtype, more in (("f32", 2), ("f16", 1.5)):
         monkeypatch.setattr(run_files, "free_bytes", lambda path, more=more: int(weights * (more - 0.05)))

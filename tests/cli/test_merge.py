@@ -121,14 +121,14 @@ def test_a_disk_that_is_full_meanwhile(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_another_process_was_faster(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(store, "built_once", lambda output, build: output)
+    monkeypatch.setattr(store, "build_once", lambda output, build: output)
     told = refused(capsys, folder / "lora", "--output", tmp_path / "merged")
     assert "another process has written" in told and list(tmp_path.iterdir()) == []
 
 
 def test_too_little_memory_is_told_before_anything_is_loaded(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(probe, "ram_bytes", lambda: (2**30, 2**20))
-    monkeypatch.setattr(merge, "loaded_with_rows", lambda *arguments: pytest.fail("began to merge"))
+    monkeypatch.setattr(merge, "load_with_rows", lambda *arguments: pytest.fail("began to merge"))
     told = refused(capsys, folder / "lora", "--output", tmp_path / "merged")
     assert "of main memory (two float32 copies and the model), but only 1.0 MiB are free" in told
     assert list(tmp_path.iterdir()) == []
@@ -138,7 +138,7 @@ def test_too_little_disk_is_told_before_anything_is_loaded(folder, tmp_path, cap
     from scu_trainer import run_files
 
     monkeypatch.setattr(run_files, "free_bytes", lambda path: 1000)
-    monkeypatch.setattr(merge, "loaded_with_rows", lambda *arguments: pytest.fail("began to merge"))
+    monkeypatch.setattr(merge, "load_with_rows", lambda *arguments: pytest.fail("began to merge"))
     assert "set --output to a directory on a larger disk" in refused(
         capsys, folder / "lora", "--output", tmp_path / "m"
     )

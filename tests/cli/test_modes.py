@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from scu_trainer.cli import configuration, modes
-from scu_trainer.cli.modes import Measured, measured_here
+from scu_trainer.cli.modes import ModeMeasurement, measure_in_this_process
 from scu_trainer.settings.tasks import KINDS
 from scu_trainer.train.session import test_run as trying_out
 from tests import tiny
@@ -132,7 +132,7 @@ def flags(tmp_path_factory) -> list[str]:
 
 
 def test_a_few_real_steps_give_the_length_of_the_full_run(flags):
-    figures = measured_here("tiny", None, [*flags, "--eval_strategy", "epoch", "--num_train_epochs", "3"])
+    figures = measure_in_this_process("tiny", None, [*flags, "--eval_strategy", "epoch", "--num_train_epochs", "3"])
     assert figures["rows"] > 30 and figures["steps"] == 3 * math.ceil(figures["rows"] / 2)
     assert figures["evaluations"] == 3 + 2
     assert 0 < figures["seconds_per_step"] < 5 and figures["peak_bytes"] > 2**27
@@ -145,7 +145,7 @@ def test_a_few_real_steps_give_the_length_of_the_full_run(flags):
 def test_batches_of_equal_tokens_are_counted_as_they_will_run(flags):
     """Rows alone would tell another number of steps."""
     more = [*flags, "--curriculum", "token_budget", "--token_budget", "64"]
-    figures = measured_here("tiny", None, more)
+    figures = measure_in_this_process("tiny", None, more)
     job = configuration.read_job(None, [*more, "--mode", "tiny"])
     quiet = trying_out.Console(quiet=True)
     trainer = trying_out.build_trainer(job, job.kind.load(job, quiet), None, quiet)
@@ -166,7 +166,7 @@ def test_the_peak_is_that_of_the_device_that_trained(monkeypatch):
 
 def test_the_table_fits_80_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert modes.report(["tiny", "standard"], lambda mode: Measured(mode, FIGURES), as_json=False) == 0
+    assert modes.report(["tiny", "standard"], lambda mode: ModeMeasurement(mode, FIGURES), as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     assert [
@@ -177,26 +177,31 @@ def test_the_table_fits_80_columns(capsys, monkeypatch):
 
 
 def test_a_mode_that_cannot_run_says_why_beside_the_others(capsys):
-    found = {"tiny": Measured("tiny", FIGURES), "extended": Measured("extended", None, "block_size 1024 is too long")}
+    found = {
+        "tiny": ModeMeasurement("tiny", FIGURES),
+        "extended": ModeMeasurement("extended", None, "block_size 1024 is too long"),
+    }
     assert modes.report(["tiny", "extended"], found.get, as_json=False) == 2
     printed = capsys.readouterr().out
     assert "6 min 19 s" in printed and "extended: block_size 1024 is too long" in printed
 
 
 def test_what_no_mode_takes_is_said_once(capsys):
-    assert modes.report(["tiny", "standard"], lambda mode: Measured(mode, None, "no such file"), as_json=False) == 2
+    assert (
+        modes.report(["tiny", "standard"], lambda mode: ModeMeasurement(mode, None, "no such file"), as_json=False) == 2
+    )
     assert capsys.readouterr().out == "tiny, standard: no such file\n"
 
 
 def test_what_a_mode_replaced_in_the_file_stands_below_the_table(flags, tmp_path, capsys):
     (tmp_path / "job.yaml").write_text("block_size: 96\n")
-    figures = measured_here("tiny", str(tmp_path / "job.yaml"), flags)
-    assert modes.report(["tiny"], lambda mode: Measured(mode, figures), as_json=False) == 0
+    figures = measure_in_this_process("tiny", str(tmp_path / "job.yaml"), flags)
+    assert modes.report(["tiny"], lambda mode: ModeMeasurement(mode, figures), as_json=False) == 0
     assert f"mode tiny overrides {tmp_path / 'job.yaml'}: block_size 128 instead of 96" in capsys.readouterr().out
 
 
 def test_as_json(capsys):
-    found = {"tiny": Measured("tiny", FIGURES), "standard": Measured("standard", None, "no")}
+    found = {"tiny": ModeMeasurement("tiny", FIGURES), "standard": ModeMeasurement("standard", None, "no")}
     assert modes.report(["tiny", "standard"], found.get, as_json=True) == 2
     assert json.loads(capsys.readouterr().out) == {"tiny": FIGURES, "standard": {"error": "no"}}
 
@@ -211,8 +216,8 @@ def test_each_mode_is_a_fresh_process_and_its_last_words_are_the_reason(monkeypa
         return modes.subprocess.CompletedProcess(command, 0, f"noise\n{json.dumps(FIGURES)}\n", "")
 
     monkeypatch.setattr(modes.subprocess, "run", start)
-    assert modes.in_fresh_process("tiny", ["--lora_r", "4"]) == Measured("tiny", FIGURES)
-    assert modes.in_fresh_process("standard", []) == Measured("standard", None, "no such thing")
+    assert modes.measure_in_new_process("tiny", ["--lora_r", "4"]) == ModeMeasurement("tiny", FIGURES)
+    assert modes.measure_in_new_process("standard", []) == ModeMeasurement("standard", None, "no such thing")
     assert asked[0][1:] == ["-m", "scu_trainer.cli.modes", "--measure", "--mode", "tiny", "--lora_r", "4"]
 
 

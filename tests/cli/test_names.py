@@ -10,25 +10,25 @@ import pytest
 from transformers import TrainingArguments
 
 from scu_trainer.cli.configuration import read_data, read_job, typed_entries
-from scu_trainer.cli.fields import field_names, our_parser
+from scu_trainer.cli.fields import field_names, settings_parser
 from scu_trainer.cli.names.common import NAMES, PATHS, ZERO
 from scu_trainer.cli.names.known import known_names, own_names, stock_fields
-from scu_trainer.cli.names.meaning import Same, Switch
-from scu_trainer.cli.names.tools import ANYWHERE, TOOLS
+from scu_trainer.cli.names.meaning import Alias, Switch
+from scu_trainer.cli.names.tools import ALL_KEYS, TOOLS
 from scu_trainer.cli.names.translation import translated, translated_entries
 from scu_trainer.errors import SettingsError
 
 ROOT = Path(__file__).parents[2]
-OURS = field_names(our_parser(TrainingArguments))
+OURS = field_names(settings_parser(TrainingArguments))
 
 
 def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
     assert not OURS & NAMES.keys() and PATHS.keys() <= OURS
-    for table in (ANYWHERE, *(tool.table for tool in TOOLS.values())):
+    for table in (ALL_KEYS, *(tool.table for tool in TOOLS.values())):
         for meant in table.values():
             if isinstance(meant, Switch):
                 assert {*meant.means, *meant.otherwise} <= OURS, meant
-            elif isinstance(meant, Same):
+            elif isinstance(meant, Alias):
                 found = {meant.name} if isinstance(meant.name, str) else {meant.name("resnet50"), meant.name("mine")}
                 assert found <= OURS, meant
     assert all((ROOT / path).is_file() for path in ZERO.values())

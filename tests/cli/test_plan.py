@@ -16,7 +16,7 @@ from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.planning.screen import without
 from scu_trainer.hardware.estimate import OVERHEAD
-from scu_trainer.hardware.recommend import CHANGES, Means, SettingChoice, choices
+from scu_trainer.hardware.recommend import CHANGES, AvailableChanges, SettingChoice, choices
 from scu_trainer.hardware.target import named
 from tests import tiny
 
@@ -255,7 +255,7 @@ def test_a_card_without_bf16_gets_fp16():
     target = named("t4", None)
     assert target.half == "fp16"
     asked = SettingChoice("lora", "no", False, "adamw_torch_fused", 512)
-    found = choices(asked, Means(target.half, False, True, True, False), target.device)
+    found = choices(asked, AvailableChanges(target.half, False, True, True, False), target.device)
     assert {choice.mixed_precision for choice in found} == {"no", "fp16"}
     assert "bfloat16" not in {choice.dtype for choice in found}
 

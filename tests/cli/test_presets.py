@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from scu_trainer.cli import configuration
-from scu_trainer.cli.presets import fitted
+from scu_trainer.cli.presets import preset_values
 from scu_trainer.settings.images import PRESETS
 from scu_trainer.settings.tasks import TaskSettings
 
@@ -20,7 +20,7 @@ ONE_SIZE = {
 
 
 def fit(given=(), cores=4, has_cuda=True, task=GPU, **changes):
-    return fitted(task, SimpleNamespace(**{**ONE_SIZE, **changes}), given, cores=cores, has_cuda=has_cuda)
+    return preset_values(task, SimpleNamespace(**{**ONE_SIZE, **changes}), given, cores=cores, has_cuda=has_cuda)
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (4, 4), (8, 8), (64, 8)])

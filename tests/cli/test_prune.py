@@ -113,6 +113,6 @@ def test_nothing_is_left_where_it_fails(model_dir, documents, tmp_path, capsys):
 
 
 def test_another_process_was_faster(model_dir, documents, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(store, "built_once", lambda output, build: output)
+    monkeypatch.setattr(store, "build_once", lambda output, build: output)
     words = [model_dir, "--dataset", documents, "--block_size", 64, "--output", tmp_path / "small"]
     assert "another process has written" in refused(capsys, *words)

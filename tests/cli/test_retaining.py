@@ -126,8 +126,8 @@ def test_a_source_is_meant_by_its_name_or_as_its_dataset(files, monkeypatch):
     monkeypatch.chdir(files["retain"].parent)
     data = DataSettings(dataset=[str(files["dataset"]), {"dataset": str(files["retain"]), "name": "general"}])
     names = ["general", str(files["retain"]), "old.jsonl", "./old.jsonl", "new", "old", "few.jsonl", "python_docs"]
-    assert [data.place_of_source(name) for name in names] == [1, 1, 1, 1, 0, None, None, None]
-    assert DataSettings(dataset="old.jsonl").place_of_source("old.jsonl") is None
+    assert [data.index_of_source(name) for name in names] == [1, 1, 1, 1, 0, None, None, None]
+    assert DataSettings(dataset="old.jsonl").index_of_source("old.jsonl") is None
 
 
 def test_a_source_of_a_mixture_is_kept_by_what_it_holds_out(model_dir, files, tmp_path, capsys, monkeypatch):

@@ -22,7 +22,7 @@ from scu_trainer.cli.background import supervisor as runs_supervisor
 from scu_trainer.run_files import History, RunStatus
 from scu_trainer.runs.menu import ACTIONS, Menu
 from scu_trainer.runs.monitor import follow, watch
-from scu_trainer.runs.process import Machine, Posix, family
+from scu_trainer.runs.process import Machine, Posix, processes_of_run
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, all_runs
@@ -46,7 +46,7 @@ def place(tmp_path, monkeypatch):
     yield tmp_path
     for run in all_runs(tmp_path / "runs"):
         record = run.record()
-        for member in family(record.process, record.token, Machine()) if record and record.process else ():
+        for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
             Posix().end(member, Machine())
 
 

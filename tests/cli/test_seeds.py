@@ -103,18 +103,18 @@ def test_one_that_fails_does_not_lose_the_others():
         {"seed": 1, "status": "failed", "error": "exit code 2: no room", "folder": "-", "metrics": {}},
         {"seed": 2, "status": "finished", "error": None, "folder": "-", "metrics": {**metrics, "held_out_bpt": 8.0}},
     ]
-    said = " ".join(command.spread(runs))
+    said = " ".join(command.seed_spread_lines(runs))
     # by hand: mean 7, standard deviation sqrt(2), t(0.975, 1) = 12.706 and sqrt(2) / sqrt(2) = 1
     assert "over 2 seeds: mean 7.000, standard deviation 1.414" in said and "-5.706 to 19.706" in said
     assert "2 seeds are few: the interval reaches 12.7 standard errors" in said
-    assert command.spread(runs[1:2]) == ["0 of 1 seeds with a held-out figure: too few for a spread"]
+    assert command.seed_spread_lines(runs[1:2]) == ["0 of 1 seeds with a held-out figure: too few for a spread"]
 
 
 def test_of_classifiers_the_spread_of_the_accuracy_comes_first(tmp_path):
     """By hand: 50 and 60 % have a standard deviation of 7.07 points, and t(0.975, 1) is 12.706."""
     metrics = [{"held_out_bpt": bits, "held_out_accuracy": share} for bits, share in ((6.0, 0.5), (8.0, 0.6))]
     runs = [{"seed": 0, "status": "finished", "error": None, "folder": "-", "metrics": found} for found in metrics]
-    accuracy, bits, _ = command.spread(runs)
+    accuracy, bits, _ = command.seed_spread_lines(runs)
     assert accuracy.startswith("held-out accuracy over 2 seeds: mean 55.0%, standard deviation 7.1%, 95% t interval of")
     assert accuracy.endswith("the mean -8.5% to 118.5%") and bits.startswith("held-out bits over 2 seeds: mean 7.000")
     shown = command._table(runs)
@@ -144,9 +144,9 @@ def test_seeds_without_a_held_out_figure(job, tmp_path, monkeypatch, capsys, doc
 def test_seeds_that_hold_out_the_same_rows_are_not_said_to_hold_out_their_own():
     """As recordings whose manifest says which are held out."""
     same, other = ({"status": "finished", "metrics": {"data_fingerprint": name}} for name in ("a", "b"))
-    assert command.own_data([same, same, {"status": "failed", "metrics": {}}]) == []
+    assert command.different_rows_note([same, same, {"status": "failed", "metrics": {}}]) == []
     for runs in ([same, other], [same, {"status": "finished", "metrics": {}}]):
-        assert command.own_data(runs)[0].startswith("each seed holds out its own share of the data, unless")
+        assert command.different_rows_note(runs)[0].startswith("each seed holds out its own share of the data, unless")
 
 
 def test_brackets_in_an_error_are_shown_as_they_are(job, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from scu_trainer.cli import main as cli
 from scu_trainer.cli.configuration import as_yaml, check_early, read_data, read_job, read_values
 from scu_trainer.cli.configuration_file import FALSE_IS
-from scu_trainer.cli.fields import our_parser
+from scu_trainer.cli.fields import settings_parser
 from scu_trainer.cli.names.common import NAMES
 from scu_trainer.cli.names.known import known_names, own_names
 from scu_trainer.cli.names.tools import COMMON, TOOLS, owner_of, tool_of
@@ -171,7 +171,7 @@ def test_no_and_off_without_quotes(tmp_path):
 
 
 def test_every_choice_of_no_and_off_is_listed():
-    actions = our_parser(TrainingArguments)._actions
+    actions = settings_parser(TrainingArguments)._actions
     found = {action.dest: word for action in actions for word in ("no", "off") if word in (action.choices or ())}
     assert {**found, "evaluation_strategy": "no"} == FALSE_IS
 

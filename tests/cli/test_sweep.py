@@ -15,22 +15,24 @@ from scu_trainer.cli.comparison import sweep
 from scu_trainer.cli.main import main as cli
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.runs.process import Machine
-from scu_trainer.runs.queue import Line
+from scu_trainer.runs.queue import DeviceQueue
 from scu_trainer.runs.studies.comparison import Hands
-from scu_trainer.runs.studies.search import Axis, axes_of
+from scu_trainer.runs.studies.search import Axis, parse_axes
 from tests.cli.test_seeds import job, kill_while_it_trains, start_again  # noqa: F401 - a fixture
 
 KNOWN = {"learning_rate", "lora_r", "weight_decay", "optim", "seed", "data_seed"}
 
 
 def test_axes_are_ranges_and_choices():
-    assert axes_of(["learning_rate=1e-5:1e-3:log", "lora_r=4:64", "optim=sgd,adafactor"], KNOWN) == [
+    assert parse_axes(["learning_rate=1e-5:1e-3:log", "lora_r=4:64", "optim=sgd,adafactor"], KNOWN) == [
         Axis("learning_rate", 1e-5, 1e-3, is_log=True),
         Axis("lora_r", 4, 64),
         Axis("optim", values=["sgd", "adafactor"]),
     ]
     trial = optuna.trial.FixedTrial({"learning_rate": 1e-4, "lora_r": 8, "optim": "sgd"})
-    found = [axis.suggest(trial) for axis in axes_of(["learning_rate=1e-5:1e-3", "lora_r=4:64", "optim=sgd,x"], KNOWN)]
+    found = [
+        axis.suggest(trial) for axis in parse_axes(["learning_rate=1e-5:1e-3", "lora_r=4:64", "optim=sgd,x"], KNOWN)
+    ]
     assert found == [1e-4, 8, "sgd"]
 
 
@@ -53,7 +55,7 @@ def test_axes_are_ranges_and_choices():
 )
 def test_what_is_no_axis_is_refused(words, message):
     with pytest.raises(SettingsError, match=message):
-        axes_of(words, KNOWN)
+        parse_axes(words, KNOWN)
 
 
 def test_a_value_that_the_field_cannot_have_is_refused_at_once(job, capsys, tmp_path):  # noqa: F811
@@ -135,7 +137,7 @@ def waiting(tmp_path, monkeypatch):
     """A sweep that has nothing to train, and the line of its device with somebody in it."""
     monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "cache"))
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    first = Line("cpu", machine=Machine())
+    first = DeviceQueue("cpu", machine=Machine())
     first.join(Machine().identity(other.pid), tmp_path / "other")
     found = sweep.Sweep.__new__(sweep.Sweep)
     found.plan, found.device, found.asked = type("plan", (), {"folder": tmp_path}), "cpu", 0
@@ -151,15 +153,15 @@ def test_a_sweep_waits_for_its_turn_and_gives_it_on(waiting):
     found, other, said = waiting
 
     def end_the_other(seconds):
-        assert len(Line("cpu").waiting()) == 2
+        assert len(DeviceQueue("cpu").waiting()) == 2
         other.kill()
         other.wait()
 
     found.hands = Hands(sleep=end_the_other)
     with found._place_in_queue():
         assert said == ["waiting for cpu: a background run has it; scu-trainer runs list shows which"]
-        assert len(Line("cpu").waiting()) == 1
-    assert Line("cpu").waiting() == []
+        assert len(DeviceQueue("cpu").waiting()) == 1
+    assert DeviceQueue("cpu").waiting() == []
 
 
 def test_who_leaves_the_line_is_out_of_it(waiting):
@@ -171,13 +173,13 @@ def test_who_leaves_the_line_is_out_of_it(waiting):
     found.hands = Hands(sleep=interrupt)
     with pytest.raises(Stopped, match="stopped while waiting"), found._place_in_queue():
         pytest.fail("it was not its turn")
-    assert [place.process.pid for place in Line("cpu").waiting()] == [other.pid]
+    assert [place.process.pid for place in DeviceQueue("cpu").waiting()] == [other.pid]
 
 
 def tried(folder: Path, trials: int) -> list[dict]:
     """What a sweep of 2 x 3 choices in ``folder`` tries of itself, up to so many ``trials``; nothing is trained."""
     folder.mkdir(exist_ok=True)
-    axes = axes_of(["learning_rate=1e-4,1e-2", "lora_r=4,8,16"], {"learning_rate", "lora_r"})
+    axes = parse_axes(["learning_rate=1e-4,1e-2", "lora_r=4,8,16"], {"learning_rate", "lora_r"})
     found, values = sweep.Sweep.__new__(sweep.Sweep), []
     found.plan = sweep.SweepPlan(folder, "", None, (), axes, 0, {}, "")
     found.options, found.say = type("options", (), {"trials": trials}), lambda line: None
@@ -199,7 +201,7 @@ def test_no_combination_of_choices_is_tried_twice(tmp_path):
 
 
 def test_more_combinations_than_can_be_listed_are_left_to_optuna(tmp_path):
-    axes = axes_of([f"{name}={','.join(map(str, range(1, 30)))}" for name in "abcdefgh"], set("abcdefgh"))
+    axes = parse_axes([f"{name}={','.join(map(str, range(1, 30)))}" for name in "abcdefgh"], set("abcdefgh"))
     assert sweep.SweepPlan(tmp_path, "", None, (), axes, 0, {}, "").combinations == []
 
 

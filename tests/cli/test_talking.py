@@ -20,11 +20,11 @@ import pytest
 
 from scu_trainer.cli.main import main as cli
 from scu_trainer.cli.talking.chat import Chat, _load_second
-from scu_trainer.cli.talking.generate import Written, _write_all
+from scu_trainer.cli.talking.generate import AnswersFile, _write_all
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk.answers import AnswerSettings
-from scu_trainer.talk.model import loaded
+from scu_trainer.talk.model import load_talker
 from scu_trainer.talk.prompts import PromptRow
 from tests import processes, tiny
 
@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def talker(folder):
-    return loaded("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+    return load_talker("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
 
 
 class Screen(io.StringIO):
@@ -293,7 +293,7 @@ def test_the_tokens_of_all_prompts_are_not_held_at_once():
 
 def test_answers_that_another_command_wrote_meanwhile_are_kept(tmp_path):
     output, row = tmp_path / "a.jsonl", {"index": 0}
-    first, second = (Written(output, {"rows": 1}, overwrite=False) for _ in range(2))
+    first, second = (AnswersFile(output, {"rows": 1}, overwrite=False) for _ in range(2))
     assert (first.begin(), second.begin()) == (0, 0)
     first.add(row)
     with pytest.raises(SettingsError, match=r"a\.jsonl was written by another command meanwhile"):
@@ -304,7 +304,7 @@ def test_answers_that_another_command_wrote_meanwhile_are_kept(tmp_path):
 def test_a_folder_in_the_place_of_the_answers_is_named_before_there_are_some(tmp_path):
     for overwrite in (True, False):
         with pytest.raises(SettingsError, match="is a folder; give another --output"):
-            Written(tmp_path, {"rows": 1}, overwrite).begin()
+            AnswersFile(tmp_path, {"rows": 1}, overwrite).begin()
 
 
 def test_the_folder_of_the_answers_is_made_and_temperature_0_is_greedy(folder, prompts, tmp_path):
@@ -327,7 +327,7 @@ def test_answers_do_not_take_the_place_of_their_prompts(folder, prompts, capsys)
 def test_a_file_that_is_not_ours_is_named(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(SettingsError, match="it was not written by this command"):
-        Written(tmp_path / "x", {"a": 1}, overwrite=False).begin()
+        AnswersFile(tmp_path / "x", {"a": 1}, overwrite=False).begin()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_text_has_no_fields_of_others():
 def test_every_field_is_one_of_the_command_line_and_has_one_owner():
     from transformers import TrainingArguments
 
-    names = fields.field_names(fields.our_parser(TrainingArguments))
+    names = fields.field_names(fields.settings_parser(TrainingArguments))
     for task, kind in KINDS.items():
         for group in (kind.defaults, *kind.presets.values(), *kind.modes.values()):
             assert set(group) <= names, task

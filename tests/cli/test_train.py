@@ -21,7 +21,7 @@ from scu_trainer.cli import configuration, configuration_file, train
 from scu_trainer.cli import main as cli
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.hardware import precision
-from scu_trainer.models.asking import switches_kept
+from scu_trainer.models.asking import torch_switches_restored
 from scu_trainer.report.files import read_run
 from scu_trainer.report.words import key_figures
 from scu_trainer.run_files import read_rows
@@ -320,7 +320,7 @@ def test_determinism_is_of_one_run(flags):
 def test_tf32_is_of_one_run():
     before = torch.backends.fp32_precision
     for _ in range(2):
-        with switches_kept():
+        with torch_switches_restored():
             enable_tf32(True)
             assert torch.backends.fp32_precision == "tf32"
         assert torch.backends.fp32_precision == before

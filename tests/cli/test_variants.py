@@ -8,14 +8,14 @@ import pytest
 
 from scu_trainer.cli import variants
 from scu_trainer.runs.studies.variant_table import BY_NAME, VARIANTS
-from scu_trainer.runs.studies.variants import Outcome
+from scu_trainer.runs.studies.variants import VariantResult
 
 ALL_ACT = {"regularization": "acts", "memory": "acts", "curriculum": "acts"}
 MIB = 2**20
 
 
-def outcome_of(variant, peak_mib: int, bpt=(9.0, 8.5)) -> Outcome:
-    return Outcome(
+def outcome_of(variant, peak_mib: int, bpt=(9.0, 8.5)) -> VariantResult:
+    return VariantResult(
         variant.name,
         "ran",
         peak_bytes=peak_mib * MIB,
@@ -86,7 +86,9 @@ def test_nothing_fits_ends_with_2(no_training, capsys):
 
 def test_a_failure_is_not_told_as_too_little_memory(no_training, capsys, monkeypatch):
     no_training({})
-    monkeypatch.setattr(variants, "run", lambda variant, plan, has_gpu: Outcome(variant.name, "failed", "no such file"))
+    monkeypatch.setattr(
+        variants, "run", lambda variant, plan, has_gpu: VariantResult(variant.name, "failed", "no such file")
+    )
     assert variants.main(["--limit", "1", "lora"]) == 2
     assert "but lora failed for another reason" in capsys.readouterr().out
 

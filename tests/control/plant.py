@@ -14,8 +14,8 @@ from scu_trainer.control.regularization import (
     Measurement,
     decide,
     initial_state,
-    shrink_of,
-    with_shrink,
+    shrink_fraction,
+    with_applied_shrink,
 )
 from scu_trainer.control.tracking import Tracking, assess
 
@@ -87,9 +87,9 @@ class Plant:
         for step in range(1, steps + 1):
             rate, bpt = self.learning_rate(step), self.data_bpt(step)
             self.param_bpt *= math.exp(self.growth(step, math.log(self.param_bpt / bpt)))
-            shrink = shrink_of(law, state, rate)
+            shrink = shrink_fraction(law, state, rate)
             self.param_bpt *= (1.0 - shrink) ** self.gain
-            state = with_shrink(state, shrink)
+            state = with_applied_shrink(state, shrink)
             losses.append(bpt * math.exp(chance.gauss(0.0, self.noise)))
             if step % control_frequency == 0:
                 mean = sum(losses) / len(losses)

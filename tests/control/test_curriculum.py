@@ -17,9 +17,9 @@ from scu_trainer.control.curriculum import (
     CurriculumConfig,
     EpochPlan,
     check_methods,
-    followed,
     plan,
-    rest_of,
+    remaining_plan,
+    reselected_plan,
     warmup_limit,
 )
 from scu_trainer.control.difficulty import Difficulty, Snapshot
@@ -221,18 +221,18 @@ def test_the_rest_of_an_epoch_loses_no_row_and_sees_none_twice(methods, old_worl
     wanted = sorted(set(old.batches.order.tolist()))
     law, lengths = CurriculumConfig(methods, rows_per_batch=5), some_lengths(333)
     for done in range(0, old.micro_batches, old_world):
-        rest = rest_of(old, done, new_world, law, lengths, seed=0)
+        rest = remaining_plan(old, done, new_world, law, lengths, seed=0)
         delivered = [int(number) for batch in range(done) for number in old.batches[batch]]
         assert sorted(delivered + dealt(rest, new_world)) == sorted([*wanted, *rest.repeated.tolist()])
         assert rest.micro_batches % new_world == 0
         assert rest.weights is old.weights
         assert rest.skipped is old.skipped
-        assert_same(rest, rest_of(old, done, new_world, law, lengths, seed=0))
+        assert_same(rest, remaining_plan(old, done, new_world, law, lengths, seed=0))
 
 
 def test_the_rest_keeps_the_order_without_a_budget():
     old = planned(samples=21)
-    rest = rest_of(old, 1, 1, CurriculumConfig((), rows_per_batch=4), some_lengths(21), seed=0)
+    rest = remaining_plan(old, 1, 1, CurriculumConfig((), rows_per_batch=4), some_lengths(21), seed=0)
     assert rest.batches.order.tolist() == old.batches.order[8:].tolist()
     assert rest.batches.sizes.tolist() == [4, 4, 4, 1]
 
@@ -240,16 +240,16 @@ def test_the_rest_keeps_the_order_without_a_budget():
 def test_repeated_rows_of_the_old_plan_are_not_in_the_rest():
     old = planned(samples=5, world=4, snapshot=Difficulty(5, 0.3, 3).snapshot(), rows_per_batch=1)
     assert old.repeated.size == 3
-    rest = rest_of(old, 4, 1, CurriculumConfig((), rows_per_batch=1), some_lengths(5), seed=0)
+    rest = remaining_plan(old, 4, 1, CurriculumConfig((), rows_per_batch=1), some_lengths(5), seed=0)
     assert rest.batches.order.tolist() == [old.batches.order[4]]
-    rest = rest_of(old, 2, 1, CurriculumConfig((), rows_per_batch=1), some_lengths(5), seed=0)
+    rest = remaining_plan(old, 2, 1, CurriculumConfig((), rows_per_batch=1), some_lengths(5), seed=0)
     assert rest.batches.order.tolist() == old.batches.order[2:5].tolist()
 
 
 def test_nothing_is_left_of_a_finished_epoch():
     old = planned(samples=21)
     with pytest.raises(ValueError, match="there are no rows"):
-        rest_of(old, old.micro_batches, 1, CurriculumConfig((), rows_per_batch=4), some_lengths(21), seed=0)
+        remaining_plan(old, old.micro_batches, 1, CurriculumConfig((), rows_per_batch=4), some_lengths(21), seed=0)
 
 
 # Sequence-length warm-up
@@ -348,7 +348,7 @@ def test_an_epoch_that_is_chosen_again_keeps_what_was_done_and_its_length(world,
     overdue = np.flatnonzero((before.last_epoch <= 4 - law.window_epochs) & ~before.quarantined)
     for done in range(0, old.micro_batches, world):
         now = replace(before, availability=0.1)
-        new = followed(old, done, law, now, 10, some_lengths(333), seed=0)
+        new = reselected_plan(old, done, law, now, 10, some_lengths(333), seed=0)
         delivered = int(old.batches.ends[done - 1]) if done else 0
         assert new.batches.order[:delivered].tolist() == old.batches.order[:delivered].tolist()
         assert new.batches.ends.tolist() == old.batches.ends.tolist()
@@ -366,7 +366,9 @@ def test_less_memory_makes_the_rest_of_an_epoch_easier():
     law = CurriculumConfig(("acmds",), rows_per_batch=8, acmds_fraction=0.4)
     scores = {
         free: before.scores[
-            followed(old, 10, law, replace(before, availability=free), 10, some_lengths(800), 0).batches.order[80:]
+            reselected_plan(old, 10, law, replace(before, availability=free), 10, some_lengths(800), 0).batches.order[
+                80:
+            ]
         ]
         for free in (0.1, 0.5, 1.0)
     }
@@ -378,4 +380,4 @@ def test_less_memory_makes_the_rest_of_an_epoch_easier():
 def test_there_is_nothing_to_choose_again_for_other_methods(methods):
     old = planned(methods)
     law = CurriculumConfig(methods, rows_per_batch=8)
-    assert followed(old, 3, law, trained(200), 10, some_lengths(200), 0) is old
+    assert reselected_plan(old, 3, law, trained(200), 10, some_lengths(200), 0) is old

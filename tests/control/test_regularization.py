@@ -18,8 +18,8 @@ from scu_trainer.control.regularization import (
     initial_state,
     logit,
     observe_held_out,
-    shrink_of,
-    with_shrink,
+    shrink_fraction,
+    with_applied_shrink,
 )
 from tests.control.plant import FIXED, MODEL, ORIGINAL, SCHEDULE
 
@@ -126,7 +126,7 @@ def test_model_law_deadband_cancels_growth_only():
 def test_no_learning_rate_does_no_harm():
     state = decide(MODEL, replace(RUNNING, lam=12.0), replace(SEEN, learning_rate=0.0))
     assert state.lam == 12.0
-    assert shrink_of(MODEL, state, 0.0) == 0.0
+    assert shrink_fraction(MODEL, state, 0.0) == 0.0
     assert state.growth == close(0.0253596386309448)
 
 
@@ -154,9 +154,9 @@ def test_several_steps_weigh_as_much_as_one_by_one():
     one_by_one = RUNNING
     for step in range(100, 104):
         one_by_one = decide(MODEL, one_by_one, replace(SEEN, step=step))
-    at_once = decide(MODEL, RUNNING, replace(SEEN, step=103, steps=4))
-    assert at_once.data_bpt_ema == close(one_by_one.data_bpt_ema)
-    assert at_once.data_bpt_ema == close(5.0 - 0.95**4)
+    take_over_now = decide(MODEL, RUNNING, replace(SEEN, step=103, steps=4))
+    assert take_over_now.data_bpt_ema == close(one_by_one.data_bpt_ema)
+    assert take_over_now.data_bpt_ema == close(5.0 - 0.95**4)
 
 
 def test_growth_is_counted_per_step():
@@ -171,16 +171,16 @@ def test_growth_is_counted_per_step():
 
 
 def test_pull_is_booked_as_applied():
-    state = with_shrink(with_shrink(ControllerState(), 0.1), 0.2)
+    state = with_applied_shrink(with_applied_shrink(ControllerState(), 0.1), 0.2)
     assert state.pull == close(-math.log(0.9 * 0.8))
-    assert with_shrink(state, 0.0) is state
-    assert math.isfinite(with_shrink(ControllerState(), 1.0).pull)
+    assert with_applied_shrink(state, 0.0) is state
+    assert math.isfinite(with_applied_shrink(ControllerState(), 1.0).pull)
 
 
 def test_shrink_is_lambda_times_rate_up_to_its_bound():
-    assert shrink_of(MODEL, ControllerState(lam=20.0), 1e-3) == 0.02
-    assert shrink_of(MODEL, ControllerState(lam=1e6), 1e-3) == 0.1
-    assert shrink_of(ORIGINAL, ControllerState(lam=20.0), 1e-3) == 0.0, "the penalty actuator does not shrink"
+    assert shrink_fraction(MODEL, ControllerState(lam=20.0), 1e-3) == 0.02
+    assert shrink_fraction(MODEL, ControllerState(lam=1e6), 1e-3) == 0.1
+    assert shrink_fraction(ORIGINAL, ControllerState(lam=20.0), 1e-3) == 0.0, "the penalty actuator does not shrink"
 
 
 def test_stop_at_target_waits_without_pulling():
@@ -262,7 +262,7 @@ def test_fixed_law_never_moves():
     for param_bpt in (0.01, 1.0, 100.0):
         state = decide(FIXED, state, replace(SEEN, param_bpt=param_bpt))
         assert state.lam == 3.0
-    assert shrink_of(FIXED, state, 1e-3) == 0.003
+    assert shrink_fraction(FIXED, state, 1e-3) == 0.003
 
 
 @pytest.mark.parametrize(
@@ -318,11 +318,11 @@ def test_state_survives_json_in_every_bit_and_lambda_its_bounds(law):
         seen = Measurement(
             step, chance.choice([1, 5]), 8 * chance.random(), 10 ** chance.uniform(-9, 3), chance.random()
         )
-        state = decide(law, with_shrink(state, shrink_of(law, state, seen.learning_rate)), seen)
+        state = decide(law, with_applied_shrink(state, shrink_fraction(law, state, seen.learning_rate)), seen)
         state = observe_held_out(law, state, chance.uniform(1, 8)) if step % 10 == 0 else state
         assert math.isfinite(state.lam)
         assert law.lambda_min <= state.lam <= law.lambda_max
-        assert 0.0 <= shrink_of(law, state, chance.random()) <= law.max_shrink
+        assert 0.0 <= shrink_fraction(law, state, chance.random()) <= law.max_shrink
         assert ControllerState(**json.loads(json.dumps(asdict(state)))) == state
     assert state.decisions == 299
 

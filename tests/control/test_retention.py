@@ -12,10 +12,10 @@ from scu_trainer.control.retention import (
     ExcessMeasurement,
     RetentionConfig,
     RetentionState,
-    cadence,
     decide,
     initial_state,
     mean_excess,
+    measurement_schedule,
 )
 
 BUDGETS = (0.01, 0.02, 0.05, 0.1)
@@ -178,11 +178,11 @@ def test_the_error_of_the_mean_excess_is_honest():
 )
 def test_measuring_takes_no_more_of_the_time_than_it_may(step_s, row_s, steps):
     spent_s = 0.001 * step_s * steps
-    every, rows = cadence(step_s, row_s, 5, steps, 100, spent_s)
+    every, rows = measurement_schedule(step_s, row_s, 5, steps, 100, spent_s)
     assert 8 <= rows <= 32
     assert spent_s + (steps - 5) // every * rows * row_s <= 0.02 * step_s * steps + 1e-9
 
 
 def test_a_run_too_short_for_its_measurements_has_one_more():
-    assert cadence(0.1, 0.1, 5, 20, 100, 3.0) == (15, 8)
-    assert cadence(0.1, 0.0, 5, 20, 6, 0.0) == (1, 6)
+    assert measurement_schedule(0.1, 0.1, 5, 20, 100, 3.0) == (15, 8)
+    assert measurement_schedule(0.1, 0.0, 5, 20, 6, 0.0) == (1, 6)

@@ -15,7 +15,7 @@ from scu_trainer.control.splitting import (
     auto_cap,
     cut,
     cut_unpadded,
-    few_sizes,
+    rounded_up_size,
 )
 
 POOL = [3, 8, 3, 2, 8, 3, 20]  # rows by length: 3 | 0 2 5 | 1 4 | 6
@@ -170,11 +170,11 @@ def test_a_pool_of_thousands_asks_for_a_bounded_number_of_comparisons(monkeypatc
 
 
 def test_few_sizes():
-    assert [few_sizes(tokens) for tokens in (1, 8, 9, 100, 250, 500, 3000)] == [8, 8, 16, 104, 256, 512, 3072]
-    rounded = {tokens: few_sizes(tokens) for tokens in range(1, 8192)}
+    assert [rounded_up_size(tokens) for tokens in (1, 8, 9, 100, 250, 500, 3000)] == [8, 8, 16, 104, 256, 512, 3072]
+    rounded = {tokens: rounded_up_size(tokens) for tokens in range(1, 8192)}
     assert all(tokens <= size <= max(tokens + 7, tokens * 17 / 16) for tokens, size in rounded.items())
     assert len(set(rounded.values())) == 16 + 6 * 16, "every eighth up to 128, then 16 for each doubling"
-    assert [few_sizes(tokens, 11) for tokens in (7, 9, 11, 12)] == [8, 11, 11, 16], (
+    assert [rounded_up_size(tokens, 11) for tokens in (7, 9, 11, 12)] == [8, 11, 11, 16], (
         "what is above the most is so anyway"
     )
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from scu_trainer.control.regularization import logit
-from scu_trainer.control.tracking import BAND, assess, foresee
+from scu_trainer.control.tracking import BAND, assess, forecast_s
 
 STEPS = [10, 20, 30, 40, 50, 60]
 
@@ -79,22 +79,22 @@ def test_an_empty_history():
 def test_foresee_by_hand():
     """A slope of 2 in ln(step): from y = -6 at step 10 to -6 + 2 ln 2 at 20, and -6 + 2 ln 40 at 400."""
     now = -6.0 + 2.0 * math.log(2.0)
-    predicted_s, is_reachable = foresee((10, -6.0), (20, now), 400, 0.5)
+    predicted_s, is_reachable = forecast_s((10, -6.0), (20, now), 400, 0.5)
     assert predicted_s == pytest.approx(1.0 / (1.0 + math.exp(6.0) / 1600.0))  # 0.7986
     assert is_reachable
-    assert not foresee((10, -6.0), (20, now), 100, 0.5)[1]  # 100 / (e^6 + 100) = 0.199
+    assert not forecast_s((10, -6.0), (20, now), 100, 0.5)[1]  # 100 / (e^6 + 100) = 0.199
 
 
 def test_foresee_counts_the_band_as_arrival():
     flat = (10, logit(0.46)), (20, logit(0.46))
-    assert foresee(*flat, 100, 0.5)[1]
-    assert not foresee(*flat, 100, 0.52)[1]
+    assert forecast_s(*flat, 100, 0.5)[1]
+    assert not forecast_s(*flat, 100, 0.52)[1]
 
 
 def test_foresee_takes_a_falling_s_as_standing_still():
-    predicted_s, _ = foresee((10, -1.0), (20, -2.0), 1000, 0.5)
+    predicted_s, _ = forecast_s((10, -1.0), (20, -2.0), 1000, 0.5)
     assert predicted_s == pytest.approx(1.0 / (1.0 + math.exp(2.0)))
 
 
 def test_foresee_at_the_last_step_is_what_was_measured():
-    assert foresee((10, -4.0), (20, -2.0), 20, 0.5)[0] == pytest.approx(1.0 / (1.0 + math.exp(2.0)))
+    assert forecast_s((10, -4.0), (20, -2.0), 20, 0.5)[0] == pytest.approx(1.0 / (1.0 + math.exp(2.0)))

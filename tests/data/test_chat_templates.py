@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from scu_trainer.data.records import Record
-from scu_trainer.data.text.chat import changing_end, read_chat_template
+from scu_trainer.data.text.chat import read_chat_template, unstable_prompt_end
 from scu_trainer.data.text.encode import NOT_LEARNED, Document, Encoder
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
@@ -318,7 +318,7 @@ def test_a_blank_at_the_end_of_a_prompt_is_named_with_sentencepiece(end, named):
     own.chat_template = (
         "{% for turn in messages %}: {{ turn.content }}{% endfor %}{% if add_generation_prompt %}END{% endif %}"
     ).replace("END", end)
-    assert changing_end(own) == named
+    assert unstable_prompt_end(own) == named
 
 
 def test_a_name_that_is_nearly_one_of_ours(prepared, jsonl):

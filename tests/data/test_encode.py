@@ -12,7 +12,7 @@ import pytest
 
 from scu_trainer.data.records import Record
 from scu_trainer.data.text.chat import read_chat_template
-from scu_trainer.data.text.encode import EMPTY, NO_ANSWER, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encoded
+from scu_trainer.data.text.encode import EMPTY, NO_ANSWER, NOT_LEARNED, NOTHING_TO_LEARN, UNREADABLE, encode_records
 from scu_trainer.errors import DataError
 from scu_trainer.settings.data import CHAT_TEMPLATES
 
@@ -336,7 +336,7 @@ def test_long_documents_raise_no_warning(encoder, tokenizer):
 def test_workers_give_the_same_in_the_same_order(encoder, monkeypatch):
     monkeypatch.setattr("scu_trainer.data.text.encode.BATCH_RECORDS", 7)
     records = [Record(f"row {n}", {"text": f"Cup {n}." if n % 5 else ""}) for n in range(100)]
-    alone, together = (list(encoded(records, encoder(), processes)) for processes in (1, 2))
+    alone, together = (list(encode_records(records, encoder(), processes)) for processes in (1, 2))
     assert [type(result) for result in together] == [type(result) for result in alone]
     assert [str(result) for result in together] == [str(result) for result in alone]
 
@@ -344,7 +344,7 @@ def test_workers_give_the_same_in_the_same_order(encoder, monkeypatch):
 def test_one_batch_waits_for_no_worker(encoder, monkeypatch):
     monkeypatch.setattr("multiprocessing.get_context", lambda kind: pytest.fail("workers were started"))
     records = [Record(f"row {n}", {"text": f"Cup {n}."}) for n in range(20)]
-    alone, together = (list(encoded(records, encoder(), processes)) for processes in (1, 2))
+    alone, together = (list(encode_records(records, encoder(), processes)) for processes in (1, 2))
     assert len(together) == 20 and [str(result) for result in together] == [str(result) for result in alone]
 
 
@@ -358,4 +358,4 @@ def test_a_worker_that_is_killed_ends_the_reading(monkeypatch):
     monkeypatch.setattr("scu_trainer.data.text.encode.BATCH_RECORDS", 7)
     records = [Record(f"row {n}", {"text": f"Cup {n}."}) for n in range(20)]
     with pytest.raises(DataError, match="one of the 2 processes of preprocessing_num_workers died: it was killed"):
-        list(encoded(records, Killed(), 2))
+        list(encode_records(records, Killed(), 2))

@@ -25,15 +25,15 @@ from scu_trainer.data.images.decode import in_channels, open_image
 from scu_trainer.data.images.embedded import generated
 from scu_trainer.data.images.folders import folder_source
 from scu_trainer.data.images.records import LABEL_COLUMNS
-from scu_trainer.data.images.store import ImageRows, Kind, collate_images, pixel_statistics
+from scu_trainer.data.images.store import ImageRows, PixelFormat, collate_images, pixel_statistics
 from scu_trainer.errors import DataError, StorageError
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import ImageSettings
 
 
-def kind(size: int = 16, channels: int = 3) -> Kind:
+def kind(size: int = 16, channels: int = 3) -> PixelFormat:
     processor = ViTImageProcessorPil(size={"height": size, "width": size}, do_convert_rgb=channels == 3)
-    return Kind(processor, channels, (size, size))
+    return PixelFormat(processor, channels, (size, size))
 
 
 def prepared(dataset, cache: Path, *, seed: int = 0, own: ImageSettings | None = None, channels: int = 3, **changes):

@@ -20,8 +20,8 @@ from scu_trainer.data.text.shares import (
     EvenChoice,
     apportioned,
     chosen_rows,
-    in_shares,
     interleaved,
+    mix_by_shares,
     rows_per_epoch,
 )
 from scu_trainer.errors import DataError, SettingsError
@@ -128,11 +128,11 @@ def test_when_streams_end():
         return iter(range([3, 2][source]))
 
     halves = [Fraction(1, 2)] * 2
-    first = list(in_shares(halves, start, "first_exhausted"))
+    first = list(mix_by_shares(halves, start, "first_exhausted"))
     assert first == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
-    every = list(in_shares(halves, start, "all_exhausted"))
+    every = list(mix_by_shares(halves, start, "all_exhausted"))
     assert every == [*first, (1, 0)]
-    assert list(in_shares(halves, lambda source: iter([1] * source), "all_exhausted")) == []
+    assert list(mix_by_shares(halves, lambda source: iter([1] * source), "all_exhausted")) == []
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

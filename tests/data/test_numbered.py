@@ -11,7 +11,7 @@ import torch
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from scu_trainer.data.numbered import SAMPLE_INDEX, Numbered, NumberedCollator, content_crc32, lengths_of
-from scu_trainer.data.random_states import states_kept
+from scu_trainer.data.random_states import preserve_rng_states
 from scu_trainer.errors import DataError
 from tests.tiny import Rows, UnevenRows, images, pad
 
@@ -65,7 +65,7 @@ def test_what_rows_draw_depends_on_seed_epoch_and_batch_alone(drawn):
         rows.set_epoch(epoch)
         return rows.__getitems__(list(indices))
 
-    with states_kept():
+    with preserve_rng_states():
         first = batch(1, 3, 0)
         assert first == batch(2, 3, 0)
         assert first != batch(1, 3, 1) != batch(1, 4, 1)

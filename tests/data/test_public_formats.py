@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scu_trainer.data.formats import Columns, understand
+from scu_trainer.data.formats import Columns, read_content
 from scu_trainer.data.records import BadRow, Record
 from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.errors import DataError
@@ -440,9 +440,9 @@ def test_what_is_no_text_beside_named_columns_is_not_read(encoder):
     odd, plain = named.encode([Record(f"row {number}", row) for number, row in enumerate(rows)])
     assert odd.read.not_used == ("context", "system") and odd.input_ids.tolist() == plain.input_ids.tolist()
     with pytest.raises(BadRow, match="'context' holds int"):
-        understand({**rows[0], "system": None}, Columns(system="system"))
+        read_content({**rows[0], "system": None}, Columns(system="system"))
     with pytest.raises(BadRow, match=r"'system' holds list, not text$"):
-        understand(rows[0], named.columns._replace(system="system"))
+        read_content(rows[0], named.columns._replace(system="system"))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -12,17 +12,17 @@ import pyarrow
 import pytest
 
 from scu_trainer.data import default_cache_dir
-from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
 from scu_trainer.errors import StorageError
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from scu_trainer.data.store import built_once
+from scu_trainer.data.store import build_once
 def build(new):
     (new / "half").write_text("x")
     os.kill(os.getpid(), signal.SIGKILL)
-built_once(Path(sys.argv[1]), build)
+build_once(Path(sys.argv[1]), build)
 """
 
 
@@ -39,14 +39,14 @@ def test_cache_dir_comes_from_setting_then_environment_then_home(monkeypatch, tm
 def test_built_once(tmp_path):
     calls = []
     for _ in range(2):
-        folder = built_once(tmp_path / "deep" / "folder", lambda new: (calls.append(new), (new / "file").touch()))
+        folder = build_once(tmp_path / "deep" / "folder", lambda new: (calls.append(new), (new / "file").touch()))
         assert (folder / "file").exists()
     assert len(calls) == 1
 
 
 def test_the_folder_appears_in_one_step(tmp_path):
     inodes = []
-    folder = built_once(tmp_path / "folder", lambda new: inodes.append(new.stat().st_ino))
+    folder = build_once(tmp_path / "folder", lambda new: inodes.append(new.stat().st_ino))
     assert inodes == [folder.stat().st_ino]  # renamed, not copied: a copy could be seen half done
 
 
@@ -56,7 +56,7 @@ def test_a_failed_build_leaves_nothing(tmp_path):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        built_once(tmp_path / "folder", build)
+        build_once(tmp_path / "folder", build)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
@@ -65,7 +65,7 @@ def test_a_killed_build_leaves_no_folder_and_no_lock(tmp_path):
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "folder").exists()
     assert (tmp_path / "folder.part" / "half").exists()
-    folder = built_once(tmp_path / "folder", lambda new: (new / "whole").touch())
+    folder = build_once(tmp_path / "folder", lambda new: (new / "whole").touch())
     assert [path.name for path in folder.iterdir()] == ["whole"]
     assert not (tmp_path / "folder.part").exists()
 
@@ -73,7 +73,7 @@ def test_a_killed_build_leaves_no_folder_and_no_lock(tmp_path):
 def test_a_folder_that_cannot_be_written_names_cache_dir(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="set cache_dir to another folder"):
-        built_once(tmp_path / "file" / "folder", os.mkdir)
+        build_once(tmp_path / "file" / "folder", os.mkdir)
 
 
 def test_a_disk_that_is_full_when_rows_are_written_names_cache_dir(tmp_path):
@@ -89,7 +89,7 @@ def test_a_full_disk_names_cache_dir(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StorageError, match=r"No space left on device.*free some space"):
-        built_once(tmp_path / "folder", lambda new: (new / "file").touch())
+        build_once(tmp_path / "folder", lambda new: (new / "file").touch())
     assert not (tmp_path / "folder").exists()
 
 
@@ -100,7 +100,7 @@ def test_a_limit_on_the_size_of_a_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", refuse)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (100, 100))
     with pytest.raises(StorageError, match=r"too large.*; raise the limit on the size of a file \(ulimit -f\), free"):
-        built_once(tmp_path / "folder", lambda new: (new / "file").touch())
+        build_once(tmp_path / "folder", lambda new: (new / "file").touch())
 
 
 def test_a_damaged_file_says_which_folder_to_delete(tmp_path):

@@ -20,7 +20,7 @@ import pytest
 
 from scu_trainer.cli.main import main
 from scu_trainer.run_files import read_json
-from scu_trainer.stop_signals import listening
+from scu_trainer.stop_signals import stop_signals_to
 from scu_trainer.train.checkpoints.findings import STATE
 from tests.faults import campaign
 from tests.faults.campaign import until
@@ -161,7 +161,7 @@ def test_a_reader_that_leaves_during_the_last_scores_gets_them_in_the_files(site
 def test_a_command_that_was_started_without_an_output(name, monkeypatch):
     """``scu-trainer train >&-``: Python has None there, to which ``print`` writes nothing."""
     monkeypatch.setattr(sys, name, None)
-    with listening(lambda number, frame: None, lambda: None):
+    with stop_signals_to(lambda number, frame: None, lambda: None):
         print("a line", file=getattr(sys, name))
         assert getattr(sys, name) is None
 

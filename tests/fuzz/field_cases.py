@@ -30,7 +30,7 @@ def all_fields() -> list[str]:
 
     from scu_trainer.cli import fields
 
-    names = fields.field_names(fields.our_parser(TrainingArguments))
+    names = fields.field_names(fields.settings_parser(TrainingArguments))
     return sorted(names - {*TOO_SLOW, *BIG_MACHINE, "help", "push_to_hub", "auto_find_batch_size"})
 
 

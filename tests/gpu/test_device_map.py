@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.loading.dispatch import Free
+from scu_trainer.models.loading.dispatch import FreeMemory
 from scu_trainer.models.loading.load import load_model, plan_placement, prepare_for_tuning
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
@@ -36,7 +36,7 @@ def with_adapters(folder, gpu, main=4.0):
         max_gpu_mem=mebibytes(gpu * weights), cpu_mem=mebibytes(main * weights), offload_folder=str(folder / "offload")
     )
     settings = settings_of(folder)
-    placement = plan_placement(settings, limits, Free((2**34,), 2**34), device=torch.device("cuda"))
+    placement = plan_placement(settings, limits, FreeMemory((2**34,), 2**34), device=torch.device("cuda"))
     model = load_model(settings, placement=placement)
     torch.manual_seed(1)
     return prepare_for_tuning(model, settings)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from scu_trainer.runs.studies.variant_table import BY_NAME
-from scu_trainer.runs.studies.variants import VariantPlan, broken_promises, run
+from scu_trainer.runs.studies.variants import VariantPlan, find_violations, run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -35,7 +35,7 @@ def plan(tmp_path_factory) -> VariantPlan:
 def test_bounds_of_memory_and_falling_losses(plan, names):
     outcomes = [run(BY_NAME[name], plan, has_gpu=True) for name in names]
     assert [outcome.status for outcome in outcomes] == ["ran"] * len(names)
-    assert broken_promises(outcomes) == []
+    assert find_violations(outcomes) == []
 
 
 def test_a_limit_holds_on_the_card(plan):

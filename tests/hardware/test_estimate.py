@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from scu_trainer.hardware.estimate import MARGIN, OVERHEAD, PARTS, Held, Trained, estimate_memory
-from scu_trainer.hardware.optimizer_bytes import argument_copies, memory_of, state_bytes
+from scu_trainer.hardware.estimate import MARGIN, OVERHEAD, PARTS, AdditionalMemory, TrainableWeights, estimate_memory
+from scu_trainer.hardware.optimizer_bytes import argument_copies, optimizer_memory_of, state_bytes
 
-TRAINED = Trained(size_bytes=1000, weights=250, largest_bytes=400)
-ADAMW = Held("adamw_torch_fused", holds_start=True, holds_averages=True)
+TRAINED = TrainableWeights(size_bytes=1000, weights=250, largest_bytes=400)
+ADAMW = AdditionalMemory("adamw_torch_fused", holds_start=True, holds_averages=True)
 TRACED = {"weights": 3000, "gradients": 100, "activations": 5000, "logits": 700}
 
 
@@ -44,7 +44,7 @@ def test_kernels_for_more_shapes_are_what_libraries_take():
 
 
 def test_what_is_not_held_takes_nothing():
-    found = estimate_memory(TRACED, TRAINED, Held("sgd", False, False), "mps")
+    found = estimate_memory(TRACED, TRAINED, AdditionalMemory("sgd", False, False), "mps")
     assert (found.optimizer, found.regularization, found.averages) == (0, 0, 0)
     assert found.libraries == OVERHEAD["cpu"].fixed_bytes
 
@@ -93,31 +93,31 @@ def test_states_in_32_bits_stay_so_for_weights_in_half_precision(optim, each):
 
 
 def test_what_a_step_needs_for_a_moment():
-    assert memory_of("adamw_torch_fused").step_copies == 0 < memory_of("adamw_torch").step_copies
+    assert optimizer_memory_of("adamw_torch_fused").step_copies == 0 < optimizer_memory_of("adamw_torch").step_copies
 
 
 def test_weights_that_an_optimizer_treats_apart_have_another_state():
     """bitsandbytes keeps embeddings in 32 bits, Muon all but matrices with AdamW."""
     trained = replace(TRAINED, apart={"embeddings": 50, "no matrices": 90})
-    assert Held("adamw_bnb_8bit", False, False).bytes_of(trained)["optimizer"] == 200 * 2 + 50 * 8
-    assert Held("muon", False, False).bytes_of(trained)["optimizer"] == 160 * 4 + 90 * 8
-    assert Held("adamw_torch", False, False).bytes_of(trained)["optimizer"] == 250 * 8
+    assert AdditionalMemory("adamw_bnb_8bit", False, False).bytes_of(trained)["optimizer"] == 200 * 2 + 50 * 8
+    assert AdditionalMemory("muon", False, False).bytes_of(trained)["optimizer"] == 160 * 4 + 90 * 8
+    assert AdditionalMemory("adamw_torch", False, False).bytes_of(trained)["optimizer"] == 250 * 8
 
 
 def test_momentum_is_a_copy_more():
     assert argument_copies("momentum=0.9, centered=True") == 2
     assert argument_copies("momentum=0.0") == argument_copies("alpha=0.9") == argument_copies(None) == 0
-    assert Held("sgd", False, False, more_copies=1).bytes_of(TRAINED)["optimizer"] == 1000
+    assert AdditionalMemory("sgd", False, False, more_copies=1).bytes_of(TRAINED)["optimizer"] == 1000
 
 
 def test_on_a_cpu_packed_states_are_unpacked_for_the_largest_weight():
-    found = Held("adamw_bnb_8bit", False, False)
+    found = AdditionalMemory("adamw_bnb_8bit", False, False)
     assert found.step_blocks(TRAINED, "cpu") == [4 * 100] * 5 and found.step_blocks(TRAINED, "cuda") == []
 
 
 def test_on_a_card_torch_updates_all_weights_at_once_and_memory_control_some():
-    large = Trained(size_bytes=2**30, weights=2**28, largest_bytes=2**20)
-    found = Held("adamw_torch", False, False)
+    large = TrainableWeights(size_bytes=2**30, weights=2**28, largest_bytes=2**20)
+    found = AdditionalMemory("adamw_torch", False, False)
     assert found.step_blocks(large, "cuda") == [2**30] and found.step_blocks(large, "mps") == [2**20] * 2
     assert replace(found, copies_parts=True).step_blocks(large, "cuda") == [2**26, 3 * 2**26]
     assert replace(found, zero_stage=2, processes=4).step_blocks(large, "cuda") == [2**28], "of its share"
@@ -127,6 +127,6 @@ def test_on_a_card_torch_updates_all_weights_at_once_and_memory_control_some():
 def test_memory_control_copies_what_an_optimizer_writes():
     guarded = replace(ADAMW, optim="adamw_torch", copies_parts=True)
     assert guarded.step_blocks(TRAINED, "cpu") == [400, 400, 3 * 1000], "8 MiB of weights together, so all of them"
-    large = Trained(size_bytes=2**30, weights=2**28, largest_bytes=2**25)
+    large = TrainableWeights(size_bytes=2**30, weights=2**28, largest_bytes=2**25)
     assert guarded.step_blocks(large, "cpu")[-1] == 3 * 2**25
     assert replace(guarded, optim="adamw_torch_fused").step_blocks(TRAINED, "cpu") == []

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's switche
 BLOCKS = """
 import resource, sys
 from pathlib import Path
-from scu_trainer.hardware.heap import give_back_freed, keep_freed
+from scu_trainer.hardware.heap import release_freed_memory, keep_freed
 
 def resident_mib():  # not of files: their pages come and go with other programs
     return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) / 1024
@@ -32,7 +32,7 @@ for _ in range(3):
         del block
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
 held_mib = resident_mib() - before_mib
-give_back_freed()
+release_freed_memory()
 print(kept, faults[-1], round(held_mib), round(resident_mib() - before_mib))
 """
 
@@ -61,7 +61,7 @@ import resource, sys
 from scu_trainer.hardware import heap
 
 if sys.argv[1] == "settle":
-    heap.settle()
+    heap.settle_malloc_thresholds()
 for _ in range(4):
     begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     # not tensors: where the C library cannot use an aligned block again, when it settles depends on what lies around
@@ -84,8 +84,8 @@ def test_nothing_happens_where_a_process_has_no_library_of_no_name(monkeypatch):
     monkeypatch.setattr(heap.ctypes, "CDLL", library)
     heap._c_function.cache_clear()
     try:
-        heap.settle()
-        heap.give_back_freed()
+        heap.settle_malloc_thresholds()
+        heap.release_freed_memory()
         assert not heap.keep_freed() and not heap.UntouchedHeap.is_known()
     finally:
         heap._c_function.cache_clear()

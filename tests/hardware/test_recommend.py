@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from scu_trainer.hardware.recommend import NOTHING, OPTIMIZER, ROUNDING, ROWS, WEIGHTS, Means, SettingChoice, choices
+from scu_trainer.hardware.recommend import (
+    NOTHING,
+    OPTIMIZER,
+    ROUNDING,
+    ROWS,
+    WEIGHTS,
+    AvailableChanges,
+    SettingChoice,
+    choices,
+)
 
 FULL = SettingChoice("full", "no", False, "adamw_torch_fused", block_size=1024)
 LORA = SettingChoice("lora", "bf16", False, "adamw_torch_fused", block_size=1024)
-ALL = Means(half="bf16", stored_half=False, adapters=True, bitsandbytes=True, offloading=True)
-NONE = Means(half=None, stored_half=False, adapters=False, bitsandbytes=False, offloading=False)
+ALL = AvailableChanges(half="bf16", stored_half=False, adapters=True, bitsandbytes=True, offloading=True)
+NONE = AvailableChanges(half=None, stored_half=False, adapters=False, bitsandbytes=False, offloading=False)
 
 
 @pytest.mark.parametrize("asked", [FULL, LORA], ids=["full", "lora"])
@@ -42,7 +51,7 @@ def test_lora_in_place_of_qlora_rounds_differently():
 
 
 def test_without_bitsandbytes_nothing_needs_it():
-    without = Means(**{**vars(ALL), "bitsandbytes": False})
+    without = AvailableChanges(**{**vars(ALL), "bitsandbytes": False})
     found = choices(FULL, without, "cuda")
     assert not [choice for choice in found if choice.tuning == "qlora" or "bnb" in choice.optim]
     assert {choice.optim for choice in found} == {FULL.optim, "adafactor"}
@@ -82,7 +91,7 @@ def test_half_precision_that_is_asked_for_stays():
 
 def test_fp16_gets_packed_weights_beside_which_nothing_is_bfloat16():
     fp16 = SettingChoice("lora", "fp16", False, "adamw_torch_fused")
-    found = choices(fp16, Means("fp16", True, True, True, False), "cuda")
+    found = choices(fp16, AvailableChanges("fp16", True, True, True, False), "cuda")
     assert "float16" in {choice.dtype for choice in found if choice.tuning == "qlora"}
     assert {choice.dtype for choice in found if choice.tuning == "lora"} == {"auto"}
 

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from scu_trainer.cli.configuration import check_early, read_job
 from scu_trainer.cli.main import main
-from scu_trainer.hub.card import CARD, base_license, card_of, is_ours, write_card
+from scu_trainer.hub.card import CARD, base_license, card_of, is_replaceable_card, write_card
 from scu_trainer.hub.card_text import loading
 from scu_trainer.hub.facts import facts_of, read_facts
 from scu_trainer.hub.local_paths import is_local, without_local_paths
@@ -202,10 +202,10 @@ def test_scores_of_another_training_in_the_same_folder_are_not_claimed(merged, r
 
 
 def test_a_card_that_was_edited_is_kept(run):
-    assert is_ours(run / CARD) and write_card(run)
+    assert is_replaceable_card(run / CARD) and write_card(run)
     text = (run / CARD).read_text()
     (run / CARD).write_text(text.replace("## Use", "## How I use it"))
-    assert not is_ours(run / CARD) and not write_card(run)
+    assert not is_replaceable_card(run / CARD) and not write_card(run)
     assert "How I use it" in (run / CARD).read_text()
 
 
@@ -215,11 +215,11 @@ def test_what_libraries_write_there_is_replaced(run):
 
     text = (run / CARD).read_text()
     (run / CARD).write_text(text + "\n### Framework versions\n\n- PEFT 0.21.2")
-    assert is_ours(run / CARD)
+    assert is_replaceable_card(run / CARD)
     form = ModelCard.from_template(ModelCardData())
     form.data.base_model = "/x/y"
     form.save(run / CARD)
-    assert is_ours(run / CARD) and write_card(run) and "## Results" in (run / CARD).read_text()
+    assert is_replaceable_card(run / CARD) and write_card(run) and "## Results" in (run / CARD).read_text()
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_the_last_push_says_what_it_replaced_and_removed(monkeypatch, capsys):
     sent = {"url": "URL", "is_changed": True, "is_card_kept": True, "before": "1234"}
     sent |= {"replaced": ["config.json"], "removed": ["adapter_config.json"]}
     monkeypatch.setattr(sharing, "facts_of", lambda run: (SimpleNamespace(base=None, is_adapter=False), None))
-    monkeypatch.setattr(sharing, "upload_of", lambda *arguments: None)
+    monkeypatch.setattr(sharing, "collect_upload", lambda *arguments: None)
     monkeypatch.setattr(sharing, "push", lambda *arguments, **options: sent)
     wanted = {"hub_model_id": "me/model", "hub_revision": None, "hub_private_repo": None, "hub_token": WRONG}
     sharing._push(Path("run"), SimpleNamespace(**wanted))

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from scu_trainer.errors import HubError, ModelError
-from scu_trainer.models.loading.hub_errors import as_hub_error, hub_line, is_passing
+from scu_trainer.models.loading.hub_errors import as_hub_error, hub_line, is_transient_error
 
 
 def answer(status: int, text: str = "no", **more: str) -> Exception:
@@ -48,7 +48,7 @@ def answer(status: int, text: str = "no", **more: str) -> Exception:
 def test_each_in_one_line(error, line, passes):
     found = hub_line(error, "me/x")
     assert line in found and "\n" not in found and "signature" not in found and "Request ID" not in found
-    assert is_passing(error) == passes
+    assert is_transient_error(error) == passes
     assert "--" not in found  # train says it too, whose options have other names than those of push
 
 

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.checkpointing import StatisticsKept, checkpoint_every_layer
+from scu_trainer.models.checkpointing import PreservedStatistics, checkpoint_every_layer
 from scu_trainer.models.embedded import base_config
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
 from tests import tiny
@@ -302,7 +302,7 @@ def test_saved_weights_load_into_a_model_without_it(tmp_path):
 
 def test_statistics_are_counted_twice_without_care(monkeypatch):
     """What the tests above would see, were the second run not told apart."""
-    monkeypatch.setattr(StatisticsKept, "__enter__", lambda self: self._kept.append([]))
+    monkeypatch.setattr(PreservedStatistics, "__enter__", lambda self: self._kept.append([]))
     plain, checkpointed, batch = resnet(), resnet(), pixels(4, 3, 32, 32)
     checkpoint_every_layer(checkpointed)
     step(plain, batch), step(checkpointed, batch)

@@ -13,10 +13,15 @@ import torch
 from transformers import BitsAndBytesConfig
 
 from scu_trainer.errors import ModelError, RequirementError, SettingsError, StorageError
-from scu_trainer.models.loading.dispatch import Free, check_limits, place, refuse_unsound
+from scu_trainer.models.loading.dispatch import FreeMemory, check_limits, place, require_compatible_training
 from scu_trainer.models.loading.load import load_model, prepare_for_tuning
 from scu_trainer.models.loading.offload_folder import MARKER, PREFIX, OffloadFolder
-from scu_trainer.models.loading.offloaded import has_offloaded_weights, input_device, load_adapter, stand_ins
+from scu_trainer.models.loading.offloaded import (
+    has_offloaded_weights,
+    input_device,
+    load_adapter,
+    placeholders_for_offloaded,
+)
 from scu_trainer.settings import MemorySettings, ModelSettings
 from tests import tiny
 from tests.offloading import mebibytes, planned, saved, settings_of, size_bytes, with_adapters
@@ -32,7 +37,7 @@ def folder(tmp_path_factory):
 def placed(folder, gpus=(), main=1.0, memory=None, **changes):
     """``gpus``, ``main``: free memory as shares of the weights."""
     weights = size_bytes(folder)
-    free = Free(tuple(int(weights * share) for share in gpus), int(weights * main))
+    free = FreeMemory(tuple(int(weights * share) for share in gpus), int(weights * main))
     return place(settings_of(folder, **changes), memory or MemorySettings(offload_folder=str(folder / "offload")), free)
 
 
@@ -157,7 +162,7 @@ def test_no_room_on_the_disk(tmp_path, monkeypatch, folder):
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")  # cannot be read layer by layer
     monkeypatch.setattr("scu_trainer.run_files.free_bytes", lambda path: 1000)
-    settings, free = settings_of(tmp_path), Free((), int(0.8 * size_bytes(folder)))
+    settings, free = settings_of(tmp_path), FreeMemory((), int(0.8 * size_bytes(folder)))
     with pytest.raises(StorageError, match="set offload_folder to a directory on a larger disk"):
         place(settings, MemorySettings(offload_folder=str(tmp_path / "offload")), free)
     placed(folder, main=0.8)  # safetensors are read where they are
@@ -200,8 +205,8 @@ def test_quantized_weights_are_not_offloaded(folder, bits, fits):
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     memory = MemorySettings(offload_folder=str(folder / "offload"))
     with pytest.raises(SettingsError, match=f"qlora needs {bits}-bit weights on the device that computes them"):
-        place(settings, memory, Free((), int(0.17 * size_bytes(folder))), config)
-    assert place(settings, memory, Free((), int(fits * size_bytes(folder))), config).device_map == {"": "cpu"}
+        place(settings, memory, FreeMemory((), int(0.17 * size_bytes(folder))), config)
+    assert place(settings, memory, FreeMemory((), int(fits * size_bytes(folder))), config).device_map == {"": "cpu"}
     assert placed(folder, main=fits, tuning="lora").is_offloaded, "unquantized they would not fit"
 
 
@@ -225,19 +230,19 @@ def stock(**changes):
 )
 def test_what_a_device_map_does_not_go_with(changes, words):
     with pytest.raises(SettingsError, match=words):
-        refuse_unsound(ModelSettings(device_map="auto"), stock(**changes))
-    refuse_unsound(ModelSettings(), stock(**changes))
+        require_compatible_training(ModelSettings(device_map="auto"), stock(**changes))
+    require_compatible_training(ModelSettings(), stock(**changes))
 
 
 @pytest.mark.parametrize("launcher", ["DEEPSPEED", "FSDP"])
 def test_the_same_from_a_launcher(monkeypatch, launcher):
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     with pytest.raises(SettingsError, match="both decide where weights are placed"):
-        refuse_unsound(ModelSettings(device_map="auto"), stock())
+        require_compatible_training(ModelSettings(device_map="auto"), stock())
 
 
 def test_stock_arguments_pass(tmp_path):
-    refuse_unsound(ModelSettings(device_map="auto"), tiny.arguments(tmp_path))
+    require_compatible_training(ModelSettings(device_map="auto"), tiny.arguments(tmp_path))
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
@@ -293,7 +298,7 @@ def test_adapters_start_as_without_offloading(folder):
 def test_stand_ins_take_no_memory_and_leave_no_trace(folder):
     model = load_model(settings_of(folder), placement=planned(folder, 0.7))
     before = dict(model.named_parameters())
-    with stand_ins(model):
+    with placeholders_for_offloaded(model):
         shown = model.model.layers[3].mlp.up_proj.weight
         assert shown.shape == (64, 32) and shown.device.type == "cpu"
         assert shown.untyped_storage().nbytes() == 4

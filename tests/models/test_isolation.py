@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scu_trainer.data.text.collate import Collator
 from scu_trainer.data.text.packing import NumberedDocument, packed, windows
 from scu_trainer.errors import ModelError
-from scu_trainer.models.isolation import MEASURED, TOLERANCE, can_be_asked, declared_leak, isolates, leak
+from scu_trainer.models.isolation import MEASURED, TOLERANCE, declared_leak, has_all_weights, isolates, leak
 from scu_trainer.settings import DataSettings
 from scu_trainer.train.tasks.packing import Packing
 from tests import tiny
@@ -54,7 +54,7 @@ NOT_PACKED = DECLARED | {"opt"}
 
 def model_of(family: str, **changes) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+    config = AutoConfig.inputs_for_model(family, **{**SIZES, **FAMILIES[family], **changes})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -80,7 +80,7 @@ def test_a_document_is_learned_as_if_it_stood_alone(family):
         for number, ids in enumerate(chance.integers(3, VOCAB, (2, 14)).astype("int32"))
     )
     settings = DataSettings(block_size=64)
-    chosen = Packing.expected(settings, model.config).asked_of(model, VOCAB)
+    chosen = Packing.expected(settings, model.config).tested_on(model, VOCAB)
     assert (declared_leak(model.config) is not None) == (family in DECLARED)
     applied = chosen.applied(settings)
     assert applied.packing == applied.isolate_documents == isolates(model, VOCAB) == (family not in NOT_PACKED)
@@ -105,17 +105,17 @@ def test_attention_keeps_packed_documents_apart(attention):
 def test_isolation_that_is_demanded_and_not_there_is_an_error():
     model, data = tiny.granite_hybrid(), DataSettings(isolate_documents=True)
     with pytest.raises(ModelError, match=r"isolate_documents: GraniteMoeHybridForCausalLM.*set packing: false"):
-        Packing.expected(data, model.config).asked_of(model, tiny.VOCAB)
+        Packing.expected(data, model.config).tested_on(model, tiny.VOCAB)
 
 
 def test_what_was_chosen_is_said_with_the_reason():
     llama, hybrid = tiny.llama(), tiny.granite_hybrid()
     data = DataSettings()
-    assert Packing.expected(data, llama.config).asked_of(llama, tiny.VOCAB).line() == (
+    assert Packing.expected(data, llama.config).tested_on(llama, tiny.VOCAB).line() == (
         "rows: packed, documents isolated: LlamaForCausalLM keeps packed documents apart"
     )
     assert "rows: one document each, not packed, because granitemoehybrid has layers that carry their state" in (
-        Packing.expected(data, hybrid.config).asked_of(hybrid, tiny.VOCAB).line()
+        Packing.expected(data, hybrid.config).tested_on(hybrid, tiny.VOCAB).line()
     )
 
 
@@ -128,11 +128,11 @@ def test_the_old_way_by_one_flag():
 def test_a_model_that_lies_in_parts_is_not_asked():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny.llama().config)
-    assert not can_be_asked(model)
-    chosen = Packing.expected(DataSettings(), model.config).asked_of(model, tiny.VOCAB)
+    assert not has_all_weights(model)
+    chosen = Packing.expected(DataSettings(), model.config).tested_on(model, tiny.VOCAB)
     assert chosen.isolates and "cannot be tested; others of its family" in chosen.line()
-    unknown = AutoConfig.for_model("cohere")
-    chosen = Packing.expected(DataSettings(), unknown).asked_of(model, tiny.VOCAB)
+    unknown = AutoConfig.inputs_for_model("cohere")
+    chosen = Packing.expected(DataSettings(), unknown).tested_on(model, tiny.VOCAB)
     assert not chosen.isolates and "its family was not tested" in chosen.line()
 
 
@@ -151,7 +151,7 @@ def test_a_configuration_that_is_wrong_about_the_model_is_not_believed():
     model.register_forward_pre_hook(one_document, with_kwargs=True)
     assert leak(model, tiny.VOCAB)[0] > 10 * TOLERANCE
     expected = Packing.expected(DataSettings(), model.config)
-    assert expected.isolates and not expected.asked_of(model, tiny.VOCAB).isolates
+    assert expected.isolates and not expected.tested_on(model, tiny.VOCAB).isolates
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi3", "gpt2", "opt"])

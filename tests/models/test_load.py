@@ -19,10 +19,10 @@ from transformers import CLIPConfig, CLIPForImageClassification, GPT2Config, GPT
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import adapter_targets
 from scu_trainer.models.loading.load import (
-    for_evaluation,
     load_for_evaluation,
     load_model,
     load_tokenizer,
+    prepare_for_evaluation,
     prepare_for_tuning,
 )
 from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, with_adapter_as_model
@@ -164,7 +164,7 @@ def test_an_adapter_of_a_classifier_with_embeddings_of_its_own_is_loaded(tmp_pat
     for number, make in enumerate(makers):
         folder = tmp_path / str(number)
         tiny.lora(make(), modules_to_save=["classifier"]).save_pretrained(folder)
-        assert isinstance(for_evaluation(make(), str(folder), ModelSettings()), PeftModel)
+        assert isinstance(prepare_for_evaluation(make(), str(folder), ModelSettings()), PeftModel)
         assert isinstance(prepare_for_tuning(make(), settings(folder)), PeftModel)
 
 

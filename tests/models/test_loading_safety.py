@@ -273,12 +273,12 @@ def test_code_of_a_model_is_not_run_unasked(own_code, tmp_path):
 def test_code_of_a_model_is_announced_before_it_runs(own_code, tmp_path, caplog):
     trusted = settings(own_code, trust_remote_code=True)
     with caplog.at_level(logging.WARNING, "scu_trainer"):
-        loading_safety.announce_code(str(own_code), trusted)
+        loading_safety.warn_about_code(str(own_code), trusted)
         assert not (tmp_path / "ran").exists()
         for name in ("configuration_mine.py", "modeling_mine.py", "helper.py"):
             digest = hashlib.sha256((own_code / name).read_bytes()).hexdigest()
             assert f"{own_code}/{name}  sha256 {digest}" in caplog.text
-        loading_safety.announce_code(str(own_code), trusted)
+        loading_safety.warn_about_code(str(own_code), trusted)
         assert len(caplog.records) == 1  # said once
         for number, load in enumerate((load_tokenizer, load_model), start=2):
             with (own_code / "helper.py").open("a") as file:
@@ -353,7 +353,7 @@ def test_code_in_another_repository_is_named_as_its_own(tmp_path):
 
 
 def test_models_without_code_are_not_announced(model_dir, caplog):
-    loading_safety.announce_code(str(model_dir), settings(model_dir, trust_remote_code=True))
+    loading_safety.warn_about_code(str(model_dir), settings(model_dir, trust_remote_code=True))
     assert caplog.records == []
 
 

@@ -12,9 +12,9 @@ from scu_trainer.models.prune import (
     HEADS,
     NEURONS,
     kept_of,
-    measure_statistics_again,
     plan_pruning,
     pruned,
+    recompute_batchnorm_statistics,
 )
 from tests.tiny import VOCAB, gpt2, granite_hybrid, llama
 
@@ -138,10 +138,10 @@ def test_statistics_are_those_of_the_rows():
     model = resnet("basic", 16)
     norm, seen = model.resnet.embedder.embedder.normalization, []
     handle = norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
-    measure_statistics_again(model, [PIXELS, {"pixel_values": PIXELS["pixel_values"].flip(0) * 0.5}])
+    recompute_batchnorm_statistics(model, [PIXELS, {"pixel_values": PIXELS["pixel_values"].flip(0) * 0.5}])
     handle.remove()
     means = torch.stack([part.mean(dim=(0, 2, 3)) for part in seen])
     torch.testing.assert_close(norm.running_mean, means.mean(0))
     torch.testing.assert_close(norm.running_var, torch.stack([part.var(dim=(0, 2, 3)) for part in seen]).mean(0))
     assert norm.momentum == 0.1 and not model.training
-    measure_statistics_again(llama(), [IDS])
+    recompute_batchnorm_statistics(llama(), [IDS])

@@ -33,17 +33,17 @@ from scu_trainer.models.loading.load import load_for_evaluation, load_model, pre
 from scu_trainer.models.merge import check_merge, merge_adapter
 from scu_trainer.models.quantize import (
     compute_dtype_of,
-    keep_as_loaded,
-    numbers_in,
+    meta_model,
     prepare_quantized,
+    prevent_repacking,
     quantizable_layers,
     quantization_config,
     quantized_line,
     quantized_modules,
     require_quantization,
-    skeleton_of,
     stored_bits,
     stored_bytes,
+    weight_count_of,
 )
 from scu_trainer.models.vision import models as vision
 from scu_trainer.settings import ModelSettings
@@ -103,12 +103,12 @@ def test_what_a_mamba_kernel_reads_is_not_packed():
 
 def test_of_the_first_mamba_only_the_input_projection_is_called():
     config = MambaConfig(vocab_size=64, hidden_size=64, state_size=16, num_hidden_layers=1, time_step_rank=32)
-    assert quantizable_layers(skeleton_of(config)) == ["backbone.layers.0.mixer.in_proj"]
+    assert quantizable_layers(meta_model(config)) == ["backbone.layers.0.mixer.in_proj"]
 
 
 def test_routers_and_stacked_experts_stay():
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
-    mixtral = skeleton_of(MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=16, **sizes))
+    mixtral = meta_model(MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=16, **sizes))
     assert leaves(quantizable_layers(mixtral)) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     with_router = tiny.llama(hidden=64)
     with_router.model.layers[0].mlp.router = nn.Linear(64, 64)
@@ -249,7 +249,7 @@ def test_a_model_that_was_evaluated_before_gets_its_gradients_back(llama_dir, ca
         model.eval()(input_ids=IDS)
     states = [module.weight.quant_state for _, module in quantized_modules(model)]
     was_packed = any(getattr(state, "packing_format_for_cpu", False) for state in states)
-    keep_as_loaded(model)
+    prevent_repacking(model)
     found = torch.cat([gradient.flatten() for gradient in gradients(model)])
     assert float((found - expected).norm() / expected.norm()) < 0.05
     assert ("load the model again" in caplog.text) == was_packed
@@ -293,7 +293,7 @@ def test_the_line_counts_every_weight_once(tmp_path, eight, bits, share):
     model = load_model(qlora(tmp_path, load_in_8bit=eight))
     total = sum(p.numel() for p in full.parameters())
     inside = sum(full.get_submodule(name).weight.numel() for name in packed(model))
-    assert sum(map(numbers_in, model.parameters())) == total
+    assert sum(map(weight_count_of, model.parameters())) == total
     line = quantized_line(model)
     assert line.startswith(f"quantized: {inside:,} weights in {bits} bits; {total - inside:,} unchanged (")
     kinds = re.search(r"\((.*?)\)", line)[1]
@@ -323,7 +323,7 @@ def test_a_device_that_is_neither_cuda_nor_cpu():
 
 
 def test_nothing_to_quantize():
-    skeleton = skeleton_of(tiny.llama(hidden=8, head_dim=2).config)
+    skeleton = meta_model(tiny.llama(hidden=8, head_dim=2).config)
     with pytest.raises(ModelError, match=r"would quantize nothing in LlamaForCausalLM.*; use tuning: lora or full"):
         quantization_config(qlora(), skeleton, torch.float32)
 

@@ -33,12 +33,12 @@ from scu_trainer.models.loading.load import classes_of
 from scu_trainer.models.vision.adapters import inner_targets
 from scu_trainer.models.vision.inputs import PixelInputs, attach, augmentation, pixel_inputs, require_stock_pixels
 from scu_trainer.models.vision.models import (
-    changes_for,
+    attach_pixel_inputs,
     load_scored_classifier,
     make_classifier,
-    watch_pixels,
+    training_augmentation,
 )
-from scu_trainer.models.vision.norms import needs_several_rows, steady_norms
+from scu_trainer.models.vision.norms import allow_single_images, needs_several_rows
 from scu_trainer.models.vision.view import usual_size, view_of
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
@@ -254,7 +254,7 @@ def test_one_image_is_normalised_by_running_statistics(stored):
     with pytest.raises(ValueError, match="Expected more than 1 value"):
         model.train()(pixel_values=small[:1])
     stock = copy.deepcopy(model).train()(pixel_values=small).logits
-    assert steady_norms(model) > 1 and steady_norms(copy.deepcopy(model)) == steady_norms(model)
+    assert allow_single_images(model) > 1 and allow_single_images(copy.deepcopy(model)) == allow_single_images(model)
     torch.testing.assert_close(copy.deepcopy(model).train()(pixel_values=small).logits, stock)
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     before = [norm.running_mean.clone() for norm in norms]
@@ -401,7 +401,7 @@ def test_no_changes_draw_no_random_numbers():
 def test_strong_changes_of_gray_images_are_refused():
     own = ImageSettings(augmentation="strong", image_channels=1)
     with pytest.raises(ModelError, match="strong changes colours"):
-        changes_for(own, view_of(FULL, own, lambda: 32))
+        training_augmentation(own, view_of(FULL, own, lambda: 32))
 
 
 def wrapped(kind: str, model):
@@ -419,7 +419,7 @@ def wrapped(kind: str, model):
 @pytest.mark.parametrize("kind", ["plain", "lora", "compiled", "copied", "checkpointed"])
 def test_bytes_reach_the_model_however_it_is_wrapped(stored, kind):
     model, _, view = from_folder(stored)
-    watch_pixels(model, view.processor, augmentation("standard", view.size))
+    attach_pixel_inputs(model, view.processor, augmentation("standard", view.size))
     model = wrapped(kind, model)
     model.train()
     model(pixel_values=rows(4, 32), labels=torch.tensor([0, 1, 2, 0])).loss.backward()
@@ -430,9 +430,9 @@ def test_bytes_reach_the_model_however_it_is_wrapped(stored, kind):
 
 def test_watching_twice_changes_pixels_once(stored):
     model, _, view = from_folder(stored)
-    watch_pixels(model, view.processor)
+    attach_pixel_inputs(model, view.processor)
     first = model.eval()(pixel_values=rows(2, 32)).logits
-    watch_pixels(model, view.processor)
+    attach_pixel_inputs(model, view.processor)
     assert torch.equal(model(pixel_values=rows(2, 32)).logits, first) and len(model._forward_pre_hooks) == 1
 
 
@@ -451,7 +451,7 @@ print(logits[0].tolist(), model.config.id2label)
 def test_saved_model_gives_the_same_logits_in_a_fresh_process_with_stock_classes(stored, tmp_path):
     model, _, view = from_folder(stored)
     view.processor.image_mean, view.processor.image_std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.4]
-    watch_pixels(model, view.processor, augmentation("standard", view.size))
+    attach_pixel_inputs(model, view.processor, augmentation("standard", view.size))
     picture = PIL.Image.fromarray(numpy.random.default_rng(0).integers(0, 256, (20, 27), dtype=numpy.uint8))  # gray
     picture.save(tmp_path / "picture.png")
     pixels = view.processor(picture, do_rescale=False, do_normalize=False)["pixel_values"][0]

@@ -9,7 +9,7 @@ import pytest
 from scu_trainer.cli.comparison.runs import exit_code
 from scu_trainer.report.ablation import Comparison, result_rows
 from scu_trainer.report.comparison import text
-from scu_trainer.report.comparison.report import metrics_of, misfit, record
+from scu_trainer.report.comparison.report import find_wrong_type, metrics_of, record
 from scu_trainer.run_files import read_json, write_json
 
 S_VALUES = (0.02, 0.09, 0.11, 0.10)
@@ -88,9 +88,9 @@ def test_a_whole_comparison(folder):
 )
 def test_a_file_that_was_changed_by_hand_is_one_line(folder, change, found):
     content = record(described(), ALL, folder)
-    assert misfit(content) is None
+    assert find_wrong_type(content) is None
     change(content)
-    assert misfit(content) == found
+    assert find_wrong_type(content) == found
 
 
 def test_that_seeds_share_their_documents_is_said(folder):
@@ -125,7 +125,7 @@ def test_of_classifiers_the_accuracy_is_shown_and_what_they_count(folder):
     assert len(text.heads(found)) == len(none) == 8
     assert found["notes"][0].startswith("Images trained: 100 (seed 0)") and "100 images" in text.budget_line(found)
     assert "All seeds share their images, learned and held out" in found["notes"][1]
-    assert "the verdict is on bits per label" in text.legend(found) and misfit(found) is None
+    assert "the verdict is on bits per label" in text.legend(found) and find_wrong_type(found) is None
     shown = result_rows(Comparison(folder, found, {}))[1][1][2:4]
     assert shown == ["70.0 (45.2 to 94.8)", "+5.0 (-7.4 to +17.4)"], "as the bits beside them"
 

@@ -22,10 +22,10 @@ from scu_trainer.report.render import (
     AS_IT_STANDS,
     COLORS,
     HELD_PLACES,
+    MOST_DISTINCT_LINES,
     NAMES,
     NARROW_IN,
     THEMES,
-    TOLD_APART,
     WIDE_IN,
     figure,
     in_theme,
@@ -86,8 +86,8 @@ def test_runs_over_each_other_differ_in_colour_and_dash_and_keep_both(made):
             looks = {line.label: (line.color, line.dash) for line in panel.lines if line.label}
             assert set(looks.items()) <= {("one", (0, 0)), ("off", (1, 1))}
     places = [(place % COLORS, place % len(DASHES)) for place in range(COLORS * len(DASHES))]
-    assert len(set(places)) == len(places) == TOLD_APART, "28 runs are distinguished"
-    for count, named in ((TOLD_APART, True), (TOLD_APART + 1, False)):
+    assert len(set(places)) == len(places) == MOST_DISTINCT_LINES, "28 runs are distinguished"
+    for count, named in ((MOST_DISTINCT_LINES, True), (MOST_DISTINCT_LINES + 1, False)):
         runs = [read_run(made / "one", f"run {number}") for number in range(count)]
         found = run_plots(runs)
         for plot in found:

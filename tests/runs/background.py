@@ -24,11 +24,11 @@ import psutil
 import yaml
 
 from scu_trainer.cli.background.supervisor import train
-from scu_trainer.runs.control import Hands, Wish, resume, start, stop
+from scu_trainer.runs.control import RunBackend, StartRequest, resume, start, stop
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.state import Report, report
 from scu_trainer.runs.store import Options, Run
-from scu_trainer.runs.supervisor import Outside, lead
+from scu_trainer.runs.supervisor import SupervisorBackend, supervise
 from scu_trainer.train.checkpoints.findings import examine
 from scu_trainer.train.checkpoints.format import checkpoints, step_of
 from tests.faults import campaign
@@ -86,13 +86,15 @@ def _be_a_supervisor(path: Path, cwd: str, environment: Mapping[str, str], log: 
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
-        return lead(Run(path, path.name), Outside(trains, sleep=lambda seconds: time.sleep(min(seconds, 0.02))))
+        return supervise(
+            Run(path, path.name), SupervisorBackend(trains, sleep=lambda seconds: time.sleep(min(seconds, 0.02)))
+        )
 
     act_as_child(act, log)
 
 
-def hands() -> Hands:
-    return Hands(spawn=spawn)
+def hands() -> RunBackend:
+    return RunBackend(spawn=spawn)
 
 
 def lives(process: Forked) -> bool:
@@ -224,7 +226,7 @@ class Campaign:
         name, self.names = f"run_{self.names}", self.names + 1
         flags = ("--dataloader_num_workers", "1") if self.chance.random() < self.with_worker else ()
         options = Options(nice=1, device="cpu", max_ram_percent=100)
-        start(Wish(name, self.config, flags, options), self.root, self._hands)
+        start(StartRequest(name, self.config, flags, options), self.root, self._hands)
         self.found.events["start"] += 1
         self.alive[name] = self._spawned
         return name

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from scu_trainer.cli.comparison.runs import Start
+from scu_trainer.cli.comparison.runs import ComparisonSession
 from scu_trainer.cli.main import guarded
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
@@ -52,7 +52,7 @@ class Spawner:
 def start(made: ComparisonPlan, console: Any, spawner: Any, jobs: int = 2, retry_failed: bool = False) -> int:
     """As ``scu-trainer compare`` does once the settings are read. The exit code."""
     hands = comparison.Hands(spawn=spawner, sleep=lambda s: time.sleep(0.01))
-    begun = Start(made, "none", ["cpu"] * jobs, console, hands, retry_failed=retry_failed)
+    begun = ComparisonSession(made, "none", ["cpu"] * jobs, console, hands, retry_failed=retry_failed)
     return guarded(lambda words: begun.run())([])
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 
 from scu_trainer.run_files import RunStatus, write_json
-from scu_trainer.runs.control import Hands
+from scu_trainer.runs.control import RunBackend
 from scu_trainer.runs.process import Posix
 from scu_trainer.runs.store import Run
-from scu_trainer.runs.supervisor import Outside, lead
+from scu_trainer.runs.supervisor import SupervisorBackend, supervise
 
 STEPS = 10_000
 
@@ -31,8 +31,8 @@ def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: P
     return Posix().spawn([sys.executable, __file__, words[-1]], cwd, environment, log)
 
 
-def hands(**more: Any) -> Hands:
-    return Hands(spawn=spawn, **more)
+def hands(**more: Any) -> RunBackend:
+    return RunBackend(spawn=spawn, **more)
 
 
 def kept_for_its_owner(patch: Any, folder: Path) -> None:
@@ -68,7 +68,7 @@ def _train(run: Path, settings: dict) -> int:
     max_steps = settings.get("max_steps", STEPS)
     for step in range(newest + 1, max_steps + 1):
         status.update(status="running", pid=os.getpid(), step=step, max_steps=max_steps, loss=1.0)
-        while Path(settings.get("held_by", run / "nothing")).exists():
+        while Path(settings.get("held_memory", run / "nothing")).exists():
             time.sleep(0.02)
         if wanted:
             (run / f"checkpoint-{step}").mkdir()
@@ -122,7 +122,9 @@ def _load_again(run: Path, settings: dict) -> int:
 
 
 def main(path: Path) -> int:
-    return lead(Run(path, path.name), Outside(training, devices=lambda: ["cpu"], sleep=lambda s: time.sleep(0.02)))
+    return supervise(
+        Run(path, path.name), SupervisorBackend(training, devices=lambda: ["cpu"], sleep=lambda s: time.sleep(0.02))
+    )
 
 
 if __name__ == "__main__":

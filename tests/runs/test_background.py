@@ -18,11 +18,11 @@ import pytest
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.runs import control, supervisor
-from scu_trainer.runs.control import Hands, Wish, resume, start, stop
-from scu_trainer.runs.process import Machine, Posix, family, is_alive
+from scu_trainer.runs.control import RunBackend, StartRequest, resume, start, stop
+from scu_trainer.runs.process import Machine, Posix, is_alive, processes_of_run
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import Options, Run, all_runs, check_name, find, free_name
-from scu_trainer.runs.supervisor import Outside, lead, training_words
+from scu_trainer.runs.store import Options, Run, all_runs, check_name, find_run, free_name
+from scu_trainer.runs.supervisor import SupervisorBackend, supervise, training_words
 from tests.runs import stand_in
 from tests.runs.test_process import until
 
@@ -38,12 +38,12 @@ def root(tmp_path, monkeypatch):
     yield root
     for run in all_runs(root):
         record = run.record()
-        for member in family(record.process, record.token, Machine()) if record and record.process else ():
+        for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
             Posix().end(member, Machine())
 
 
 def begun(root: Path, name: str, config: str = "{}", options: Options = OPTIONS) -> Run:
-    start(Wish(name, config, options=options), root, HANDS)
+    start(StartRequest(name, config, options=options), root, HANDS)
     return Run(root / name, name)
 
 
@@ -90,12 +90,12 @@ def test_the_configuration_is_that_of_the_start(root):
 
 def test_a_second_request_to_stop_is_no_second_signal(root):
     """Training would take that for "now", and write no checkpoint."""
-    held_by = root.parent / "held"
-    held_by.touch()
-    run = begun(root, "a", f"held_by: {held_by}")
+    held_memory = root.parent / "held"
+    held_memory.touch()
+    run = begun(root, "a", f"held_memory: {held_memory}")
     reaches(run, "running")
     assert stop(run, HANDS, 0.05).state.status == stop(run, HANDS, 0.05).state.status == "stopping"
-    held_by.unlink()
+    held_memory.unlink()
     after = stop(run, HANDS, 20)
     assert after.state.status == "stopped"
     assert read_json(run.path / after.progress.checkpoint / "trainer_state.json") == {"signals": 1}
@@ -141,9 +141,9 @@ def test_killed_with_children_left_it_is_not_resumed_beside_them(root, monkeypat
 
 
 def test_a_copy_of_a_living_run_is_not_taken_for_it(root):
-    held_by = root.parent / "held"
-    held_by.touch()
-    run = begun(root, "a", f"held_by: {held_by}\nmax_steps: 3")
+    held_memory = root.parent / "held"
+    held_memory.touch()
+    run = begun(root, "a", f"held_memory: {held_memory}\nmax_steps: 3")
     reaches(run, "running")
     copy = Run(shutil.copytree(run.path, root / "b"), "b")
     found = report(copy, Machine())
@@ -154,7 +154,7 @@ def test_a_copy_of_a_living_run_is_not_taken_for_it(root):
     assert status(run) == "running" and not run.stop_request.exists()
     resume(copy, HANDS)  # waits in the line behind the other one
     assert status(copy) == "queued" and status(run) == "running"
-    held_by.unlink()
+    held_memory.unlink()
     for one in (run, copy):
         reaches(one, "finished")
 
@@ -184,7 +184,7 @@ def test_a_process_that_dies_before_it_registers_is_one_message(root):
         return Posix().spawn(["sh", "-c", "echo cannot begin; exit 1"], cwd, environment, log)
 
     with pytest.raises(StorageError, match=r"ended at once: [^;]*cannot begin"):
-        start(Wish("a", "{}"), root, Hands(spawn=spawn))
+        start(StartRequest("a", "{}"), root, RunBackend(spawn=spawn))
     found = report(Run(root / "a", "a"), Machine(), now_s=time.time() + 10)
     assert found.state.status in ("starting", "killed")
 
@@ -228,17 +228,17 @@ def test_a_device_that_is_not_there_is_told_by_the_status(root):
 @pytest.mark.parametrize(
     ("wish", "words"),
     [
-        (Wish("../a", "{}"), "cannot be the name of a run"),
-        (Wish("a", "{}", options=Options(nice=20)), "nice is 20; allowed: 0"),
-        (Wish("a", "{}", options=Options(threads=0)), "threads is 0"),
-        (Wish("a", "{}", options=Options(max_ram_percent=0)), "max_ram_percent is 0"),
-        (Wish("a", "{}", options=Options(max_gpu_percent=101)), "max_gpu_percent is 101"),
+        (StartRequest("../a", "{}"), "cannot be the name of a run"),
+        (StartRequest("a", "{}", options=Options(nice=20)), "nice is 20; allowed: 0"),
+        (StartRequest("a", "{}", options=Options(threads=0)), "threads is 0"),
+        (StartRequest("a", "{}", options=Options(max_ram_percent=0)), "max_ram_percent is 0"),
+        (StartRequest("a", "{}", options=Options(max_gpu_percent=101)), "max_gpu_percent is 101"),
         (
-            Wish("a", f"hub_token: hf_{'a1' * 15}"),
+            StartRequest("a", f"hub_token: hf_{'a1' * 15}"),
             "the configuration would be stored in the directory of the background",
         ),
         (
-            Wish("a", "{}", ("--hub_token", f"hf_{'a1' * 15}")),
+            StartRequest("a", "{}", ("--hub_token", f"hf_{'a1' * 15}")),
             "the flags would be stored in the directory of the background",
         ),
     ],
@@ -275,10 +275,10 @@ def test_a_run_that_is_renamed_while_it_waits_trains_where_it_is_now(root):
 def test_a_name_in_use_and_a_full_disk(root, monkeypatch):
     begun(root, "a", "max_steps: 1")
     with pytest.raises(SettingsError, match="the name 'a' is in use"):
-        start(Wish("a", "{}"), root, HANDS)
+        start(StartRequest("a", "{}"), root, HANDS)
     monkeypatch.setattr("scu_trainer.run_files.free_bytes", lambda path: 1000)
     with pytest.raises(StorageError, match=r"64\.0 MiB are needed"):
-        start(Wish("b", "{}"), root, HANDS)
+        start(StartRequest("b", "{}"), root, HANDS)
 
 
 def test_of_two_starts_at_once_one_gets_the_name(root, monkeypatch):
@@ -287,7 +287,7 @@ def test_of_two_starts_at_once_one_gets_the_name(root, monkeypatch):
 
     def act():
         try:
-            outcomes.append(start(Wish("a", "max_steps: 1"), root, HANDS).process.pid)
+            outcomes.append(start(StartRequest("a", "max_steps: 1"), root, HANDS).process.pid)
         except SettingsError as error:
             outcomes.append(str(error))
 
@@ -302,11 +302,11 @@ def test_of_two_starts_at_once_one_gets_the_name(root, monkeypatch):
 
 def test_names(root, tmp_path):
     run = begun(root, "first", "max_steps: 1")
-    assert find("first", root) == run and find(str(run.path), Path("nowhere")).name == "first"
+    assert find_run("first", root) == run and find_run(str(run.path), Path("nowhere")).name == "first"
     with pytest.raises(SettingsError, match=r"no run 'frist' in .* \(did you mean 'first'\?\); runs: first"):
-        find("frist", root)
+        find_run("frist", root)
     with pytest.raises(SettingsError, match="there is none yet"):
-        find("x", tmp_path / "nowhere")
+        find_run("x", tmp_path / "nowhere")
     assert free_name("first", ["first", "first-2"]) == "first-3"
     check_name("a.b-c_1")
     check_name("läufe")
@@ -345,7 +345,7 @@ def alone(root):
         raise Started
 
     with contextlib.suppress(Started):
-        start(Wish("a", "{}", options=OPTIONS), root, Hands(spawn=spawn))
+        start(StartRequest("a", "{}", options=OPTIONS), root, RunBackend(spawn=spawn))
     yield Run(root / "a", "a")
     signal.signal(signal.SIGTERM, before)
 
@@ -355,21 +355,23 @@ class Quiet(Posix):
         return ["nice 1 was not possible: no"]
 
 
-def outside(train, **more) -> Outside:
-    return Outside(train, platform=Quiet(), devices=lambda: ["gpu-0", "gpu-1"], lacking=lambda *_: None, **more)
+def outside(train, **more) -> SupervisorBackend:
+    return SupervisorBackend(
+        train, platform=Quiet(), devices=lambda: ["gpu-0", "gpu-1"], lacking=lambda *_: None, **more
+    )
 
 
 def test_what_was_not_possible_is_kept_and_the_gpu_is_the_only_one_seen(alone, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     alone.change(options=Options(nice=0))
     seen = []
-    assert lead(alone, outside(lambda words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 3)) == 3
+    assert supervise(alone, outside(lambda words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 3)) == 3
     assert seen == ["0"] and alone.record().notes == ("nice 1 was not possible: no",)
     assert alone.status()["status"] == "stopped" and report(alone, Machine()).state.status == "stopped"
 
 
 def test_training_that_wrote_elsewhere_is_not_told_as_finished(alone):
-    assert lead(alone, outside(lambda words: 0)) == 0
+    assert supervise(alone, outside(lambda words: 0)) == 0
     assert alone.status()["status"] == "failed" and "another directory" in alone.status()["error"]
 
 
@@ -394,7 +396,7 @@ def test_a_run_that_took_the_name_of_a_renamed_one_is_left_alone(alone):
         shutil.copytree(moved.path, alone.path)
 
     with printing_to(alone.console):
-        assert lead(alone, replace(outside(lambda given: words.extend(given) or 3), lacking=rename)) == 3
+        assert supervise(alone, replace(outside(lambda given: words.extend(given) or 3), lacking=rename)) == 3
     assert words[1] == str(moved.config) and moved.record().exit_code == 3
     assert (alone.record().phase, alone.record().exit_code, alone.status()["status"]) == ("queued", None, "queued")
 
@@ -403,7 +405,7 @@ def test_a_run_below_a_link_is_named_as_it_was_typed(alone):
     typed, words = Run(alone.path.parent.with_name("link") / "a"), []
     typed.path.parent.symlink_to(alone.path.parent)
     with printing_to(alone.console):
-        lead(typed, outside(lambda given: words.extend(given) or 3))
+        supervise(typed, outside(lambda given: words.extend(given) or 3))
     assert words[1] == str(typed.config)
 
 
@@ -416,7 +418,7 @@ def test_a_launcher_takes_the_place_of_the_process_and_gets_all_gpus(alone, monk
         raise KeyboardInterrupt
 
     alone.change(options=Options(launcher="torchrun", nice=0))
-    lead(alone, outside(None, become=become))
+    supervise(alone, outside(None, become=become))
     ((words, visible),) = became
     assert words[3:7] == ["scu_trainer.cli.main", "launch", "torchrun", "--config"] and visible == "0,1"
 
@@ -426,10 +428,10 @@ def test_a_full_disk_at_the_end_hides_nothing(alone, monkeypatch, capsys):
         raise StorageError("the disk is full: x cannot be written")
 
     def train(words):
-        monkeypatch.setattr(supervisor, "settle", refuse)
+        monkeypatch.setattr(supervisor, "record_final_status", refuse)
         return 2
 
-    assert lead(alone, outside(train)) == 2
+    assert supervise(alone, outside(train)) == 2
     assert "the last message was not written: the disk is full" in capsys.readouterr().err
 
 
@@ -438,7 +440,7 @@ def test_a_request_before_training_listens_ends_it(alone):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(20)
 
-    assert lead(alone, outside(train)) == supervisor.INTERRUPTED
+    assert supervise(alone, outside(train)) == supervisor.INTERRUPTED
     assert alone.status()["status"] == "stopped" and alone.record().exit_code == supervisor.INTERRUPTED
 
 

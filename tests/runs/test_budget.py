@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from scu_trainer.runs.studies.budget import Sizes, first_that_fits, least_bytes
+from scu_trainer.runs.studies.budget import WeightCounts, first_that_fits, least_bytes
 from scu_trainer.runs.studies.variant_table import BY_NAME, VARIANTS
-from scu_trainer.runs.studies.variants import Outcome
+from scu_trainer.runs.studies.variants import VariantResult
 
 GIB = 2**30
-NO_WEIGHTS = Sizes(0, 0)
-EIGHT_BILLION = Sizes(weights=8_000_000_000, linear_weights=7_000_000_000, stored_bytes=4.0)
+NO_WEIGHTS = WeightCounts(0, 0)
+EIGHT_BILLION = WeightCounts(weights=8_000_000_000, linear_weights=7_000_000_000, stored_bytes=4.0)
 
 
-def ran(name: str, total_gib: float) -> Outcome:
-    return Outcome(name, "ran", total_bytes=int(total_gib * GIB), step_s=1.0)
+def ran(name: str, total_gib: float) -> VariantResult:
+    return VariantResult(name, "ran", total_bytes=int(total_gib * GIB), step_s=1.0)
 
 
-def search(outcomes: dict[str, Outcome], limit_gib: float, sizes: Sizes = NO_WEIGHTS):
+def search(outcomes: dict[str, VariantResult], limit_gib: float, sizes: WeightCounts = NO_WEIGHTS):
     variants, ran_names = [BY_NAME[name] for name in outcomes], []
 
     def run(variant):
@@ -56,13 +56,13 @@ def test_nothing_fits():
     [("error: one row alone runs out of memory", "too large"), ("error: unknown option --x", "failed")],
 )
 def test_a_failure_is_told_from_too_little_memory(message, verdict):
-    outcomes = {"lora": Outcome("lora", "failed", message), "qlora": ran("qlora", 1.0)}
+    outcomes = {"lora": VariantResult("lora", "failed", message), "qlora": ran("qlora", 1.0)}
     found, verdicts, _ = search(outcomes, limit_gib=4.0)
     assert verdicts == [verdict, "fits"] and found.name == "qlora"
 
 
 def test_memory_that_nobody_measured_does_not_fit():
-    assert search({"lora": Outcome("lora", "ran", step_s=1.0)}, 4.0)[:2] == (None, ["failed"])
+    assert search({"lora": VariantResult("lora", "ran", step_s=1.0)}, 4.0)[:2] == (None, ["failed"])
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_least_that_a_path_needs(name, bytes_per_weight):
 
 @pytest.mark.parametrize(("name", "gb"), [("lora", 16), ("lora_bf16_weights", 16), ("qlora", 5.5), ("full", 128)])
 def test_a_model_that_is_stored_in_half_precision_needs_less(name, gb):
-    stored = Sizes(weights=8_000_000_000, linear_weights=7_000_000_000, stored_bytes=2.0)
+    stored = WeightCounts(weights=8_000_000_000, linear_weights=7_000_000_000, stored_bytes=2.0)
     assert least_bytes(BY_NAME[name], stored) == pytest.approx(gb * 1e9)
 
 

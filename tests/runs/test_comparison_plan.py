@@ -10,8 +10,8 @@ import pytest
 
 from scu_trainer.cli.comparison.sweep import Sweep
 from scu_trainer.errors import SettingsError, StorageError
-from scu_trainer.runs.process import MARK
-from scu_trainer.runs.studies.comparison import Hands, Runner, end_of, spawn, variables, words
+from scu_trainer.runs.process import TOKEN_VARIABLE
+from scu_trainer.runs.studies.comparison import Hands, Runner, spawn, state_after_exit, variables, words
 from scu_trainer.runs.studies.comparison_arms import chosen_arms
 from scu_trainer.runs.studies.comparison_plan import (
     check_comparable,
@@ -23,7 +23,7 @@ from scu_trainer.runs.studies.comparison_plan import (
     require_same,
     write_plan,
 )
-from scu_trainer.runs.studies.comparison_state import ArmState, found_states, last_words, progress_line
+from scu_trainer.runs.studies.comparison_state import ArmState, failure_reason, progress_line, read_states
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.stop_signals import HANGUP
 from tests.runs.comparison_stand_in import plan
@@ -195,7 +195,7 @@ def test_a_run_trains_the_recipe_of_its_arm_with_its_seed_and_threads(tmp_path):
     ]  # fmt: skip
     found = variables(made, "gpu-3")
     assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("3", "1")
-    assert str(tmp_path) in found[MARK]
+    assert str(tmp_path) in found[TOKEN_VARIABLE]
 
 
 def test_seeds_come_before_arms():
@@ -221,15 +221,15 @@ def test_what_an_end_means(tmp_path, code, was_asked, status, said):
     made = plan(tmp_path)
     write_plan(made)
     made.console("none", 0).write_text("loading\nerror: no room\nmore of a trace\n")
-    found = end_of(made, ("none", 0), code, was_asked)
+    found = state_after_exit(made, ("none", 0), code, was_asked)
     assert found.status == status and said in found.error
 
 
 def test_last_words_without_an_error_line(tmp_path):
     console = tmp_path / "x.log"
-    assert last_words(console, 1) == "exit code 1: it printed nothing"
+    assert failure_reason(console, 1) == "exit code 1: it printed nothing"
     console.write_text("Traceback\n  File x\nValueError:   bad\n\n")
-    assert last_words(console, 1) == "exit code 1: ValueError: bad"
+    assert failure_reason(console, 1) == "exit code 1: ValueError: bad"
 
 
 def test_last_words_are_those_of_the_newest_start(tmp_path):
@@ -239,14 +239,14 @@ def test_last_words_are_those_of_the_newest_start(tmp_path):
         spawn([sys.executable, "-S", "-c", code], os.environ, console).wait()
         said = {"p": "no room", "r": "ValueError: bad"}
         expected = "it printed nothing" if code == "pass" else said[code[0]]
-        assert last_words(console, 1) == f"exit code 1: {expected}"
+        assert failure_reason(console, 1) == f"exit code 1: {expected}"
 
 
 def test_failures_are_remembered_where_they_left_no_directory(tmp_path):
     made = plan(tmp_path, seeds=(0,))
     before = [{"arm": "none", "seed": 0, "status": "failed", "error": "exit code 2: x"}]
-    assert found_states(made, before, retry_failed=False)["none", 0] == ArmState("failed", "exit code 2: x")
-    assert found_states(made, before, retry_failed=True)["none", 0] == ArmState("missing", "not started yet")
+    assert read_states(made, before, retry_failed=False)["none", 0] == ArmState("failed", "exit code 2: x")
+    assert read_states(made, before, retry_failed=True)["none", 0] == ArmState("missing", "not started yet")
 
 
 def test_progress_in_a_line(tmp_path):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from scu_trainer.errors import RequirementError
-from scu_trainer.runs.numa import bind, node_of, nodes
+from scu_trainer.runs.numa import bind_to_numa_node, node_of, nodes
 
 CARDS = {"0": "00000000:3B:00.0\n", "1": "00000001:AF:00.0\n", "2": "00000000:5E:00.0\n"}
 
@@ -66,15 +66,15 @@ def test_the_node_of_a_gpu(sys):
     ],
 )
 def test_a_run_is_bound_to_one_node_and_only_to_cores_that_are_its_own(sys, affinity, wanted, devices, cores):
-    said = bind(wanted, devices, driver, sys)
+    said = bind_to_numa_node(wanted, devices, driver, sys)
     assert affinity[-1] == (cores or {0, 1}) and (said is None) == (cores is None)
 
 
 def test_a_machine_with_one_node_is_left_as_it_is(sys, affinity):
     (sys / "devices/system/node/node1/cpulist").write_text("\n")
-    assert bind("auto", ["gpu-0"], driver, sys) is None and len(affinity) == 1
+    assert bind_to_numa_node("auto", ["gpu-0"], driver, sys) is None and len(affinity) == 1
 
 
 def test_a_node_that_is_not_there_is_refused(sys, affinity):
     with pytest.raises(RequirementError, match="no NUMA node 7 here; nodes: 0, 1; or give auto, or off"):
-        bind("7", ["cpu"], driver, sys)
+        bind_to_numa_node("7", ["cpu"], driver, sys)

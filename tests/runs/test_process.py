@@ -16,7 +16,17 @@ import pytest
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.runs import process as subject
-from scu_trainer.runs.process import MARK, Identity, Machine, Posix, ProcessInfo, Windows, family, is_alive, look
+from scu_trainer.runs.process import (
+    TOKEN_VARIABLE,
+    Identity,
+    Machine,
+    Posix,
+    ProcessInfo,
+    Windows,
+    check_process,
+    is_alive,
+    processes_of_run,
+)
 
 TOKEN = "0123456789abcdef"
 
@@ -53,19 +63,19 @@ RUN = Identity(7, 100.0, "boot-a", "here")
     ],
 )
 def test_facts(machine, fact):
-    assert look(RUN, machine) == fact
+    assert check_process(RUN, machine) == fact
     assert is_alive(RUN, machine) == (fact in ("alive", "suspended"))
 
 
 def test_where_a_boot_has_only_a_time_a_set_clock_is_no_reboot():
     before = replace(RUN, boot="1700000000")
-    assert look(before, Laid({7: ProcessInfo(100.0, "running")}, boot="1700000120")) == "alive"
-    assert look(before, Laid({7: ProcessInfo(100.0, "running")}, boot="1700009999")) == "rebooted"
+    assert check_process(before, Laid({7: ProcessInfo(100.0, "running")}, boot="1700000120")) == "alive"
+    assert check_process(before, Laid({7: ProcessInfo(100.0, "running")}, boot="1700009999")) == "rebooted"
 
 
 def test_this_process_is_alive_and_a_number_without_process_is_none():
     me = Machine().identity()
-    assert me.pid == os.getpid() and look(me, Machine()) == "alive"
+    assert me.pid == os.getpid() and check_process(me, Machine()) == "alive"
     with pytest.raises(ProcessLookupError, match="no process 99999999"):
         Machine().identity(99999999)
 
@@ -102,9 +112,9 @@ def until(what, patience_s=20.0):
 def test_a_zombie_and_a_suspended_process_of_this_machine(sleeper):
     identity = Machine().identity(sleeper.pid)
     sleeper.send_signal(signal.SIGSTOP)
-    until(lambda: look(identity, Machine()) == "suspended")
+    until(lambda: check_process(identity, Machine()) == "suspended")
     sleeper.kill()
-    until(lambda: look(identity, Machine()) == "dead")  # nobody has waited for it yet
+    until(lambda: check_process(identity, Machine()) == "dead")  # nobody has waited for it yet
     assert psutil.Process(sleeper.pid).status() == psutil.STATUS_ZOMBIE
 
 
@@ -116,7 +126,7 @@ def test_a_signal_goes_to_the_process_and_to_none_that_has_its_number(sleeper):
     identity = machine.identity(sleeper.pid)
     before = replace(identity, born=identity.born - 1)
     assert not Posix().end(before, machine) and not Posix().ask_to_stop(before, machine)
-    assert look(identity, machine) == "alive"
+    assert check_process(identity, machine) == "alive"
     assert Posix().ask_to_stop(identity, machine)
     assert sleeper.wait(20) == -signal.SIGTERM
     assert not Posix().end(identity, machine)
@@ -127,7 +137,7 @@ def test_where_there_is_no_pidfd_too(sleeper, monkeypatch):
     machine = Machine()
     identity = machine.identity(sleeper.pid)
     assert not Posix().end(replace(identity, born=identity.born - 1), machine)
-    assert look(identity, machine) == "alive"
+    assert check_process(identity, machine) == "alive"
     assert Posix().end(identity, machine) and sleeper.wait(20) == -signal.SIGKILL
 
 
@@ -146,25 +156,27 @@ def test_a_process_of_another_user_is_one_message(sleeper, monkeypatch):
 def test_the_session_and_marked_children_outside_of_it_belong_to_a_run(tmp_path):
     script = "env -i sleep 600 & setsid sleep 601 & wait"
     log = tmp_path / "log"
-    child = Posix().spawn(["sh", "-c", script], tmp_path, {**os.environ, MARK: TOKEN}, log)
+    child = Posix().spawn(["sh", "-c", script], tmp_path, {**os.environ, TOKEN_VARIABLE: TOKEN}, log)
     with started(["sleep", "602"]) as stranger:
         supervisor = Machine().identity(child.pid)
 
         def members():
-            return {" ".join(psutil.Process(item.pid).cmdline()) for item in family(supervisor, TOKEN, Machine())}
+            return {
+                " ".join(psutil.Process(item.pid).cmdline()) for item in processes_of_run(supervisor, TOKEN, Machine())
+            }
 
         try:
             until(lambda: members() == {f"sh -c {script}", "sleep 600", "sleep 601"})
             before = replace(supervisor, born=supervisor.born - 1)  # a run whose number and session another one has now
-            assert family(before, "another token", Machine()) == []
+            assert processes_of_run(before, "another token", Machine()) == []
             child.kill()
             child.wait()
             assert members() == {"sleep 600", "sleep 601"}  # its supervisor is dead, they are not
-            assert stranger.pid not in {item.pid for item in family(supervisor, TOKEN, Machine())}
+            assert stranger.pid not in {item.pid for item in processes_of_run(supervisor, TOKEN, Machine())}
         finally:
-            for item in family(supervisor, TOKEN, Machine()):
+            for item in processes_of_run(supervisor, TOKEN, Machine()):
                 Posix().end(item, Machine())
-    until(lambda: not family(supervisor, TOKEN, Machine()))
+    until(lambda: not processes_of_run(supervisor, TOKEN, Machine()))
 
 
 def test_a_detached_process_leads_a_session_reads_nothing_and_appends_to_its_log(tmp_path):

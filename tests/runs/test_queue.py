@@ -13,7 +13,7 @@ import pytest
 from scu_trainer.runs import queue as subject
 from scu_trainer.runs import room
 from scu_trainer.runs.process import Identity, Machine, ProcessInfo
-from scu_trainer.runs.queue import FileLock, Line, wait_for_turn
+from scu_trainer.runs.queue import DeviceQueue, FileLock, wait_for_turn
 
 
 class Laid(Machine):
@@ -29,7 +29,7 @@ def process(pid: int) -> Identity:
 
 
 def joined(folder: Path, machine: Machine, *pids: int):
-    lines = [Line("gpu-0", folder, machine) for _ in pids]
+    lines = [DeviceQueue("gpu-0", folder, machine) for _ in pids]
     return [(line, line.join(process(pid), folder / str(pid))) for line, pid in zip(lines, pids, strict=True)]
 
 
@@ -38,7 +38,7 @@ def test_first_come_first_served_and_each_device_has_its_own_line(tmp_path):
     (one, first), (two, second), (three, third) = joined(tmp_path, machine, 1, 2, 3)
     assert not two.take_turn(second) and one.take_turn(first) and one.take_turn(first)
     assert [place.process.pid for place in three.waiting()] == [1, 2, 3]
-    other = Line("gpu-1", tmp_path, machine)
+    other = DeviceQueue("gpu-1", tmp_path, machine)
     assert other.take_turn(other.join(process(3), tmp_path))
     machine.living.remove(1)
     assert not three.take_turn(third) and two.take_turn(second)
@@ -83,7 +83,7 @@ os.execvp("sleep", ["sleep", "600"])
 def test_a_turn_lives_through_exec_and_ends_with_the_process_however_it_ends(tmp_path):
     path = tmp_path / "gpu-0" / "turn.lock"
     machine = Laid(5)
-    line = Line("gpu-0", tmp_path, machine)
+    line = DeviceQueue("gpu-0", tmp_path, machine)
     place = line.join(process(5), tmp_path)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)])
     try:
@@ -154,10 +154,10 @@ def test_without_a_gpu_it_is_the_cpu_or_that_of_a_mac(monkeypatch):
 
 def test_the_device_with_the_shortest_line(tmp_path):
     lengths = {"gpu-0": 2, "gpu-1": 1, "cpu": 5}
-    assert room.choose("auto", ["gpu-0", "gpu-1"], lengths.get) == "gpu-1"
-    assert room.choose("cpu", ["gpu-0"], lengths.get) == "cpu"
+    assert room.choose_device("auto", ["gpu-0", "gpu-1"], lengths.get) == "gpu-1"
+    assert room.choose_device("cpu", ["gpu-0"], lengths.get) == "cpu"
     with pytest.raises(room.RequirementError, match="no device 'gpu-7' here; devices: gpu-0, cpu"):
-        room.choose("gpu-7", ["gpu-0"], lengths.get)
+        room.choose_device("gpu-7", ["gpu-0"], lengths.get)
     only = {"CUDA_VISIBLE_DEVICES": "0,3"}
     assert room.visible_devices(["gpu-0", "gpu-3"], {}) == {**only, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert room.visible_devices(["gpu-0", "gpu-3"], only) == only, "numbers of somebody's own, in an order of their own"
@@ -169,9 +169,11 @@ def test_a_run_does_not_begin_above_the_thresholds():
         assert words[:2] == ["-i", "1"]
         return "72000, 81920\n"
 
-    assert room.lacking("gpu-1", 90, 90, ram=lambda: 50.0, ask=ask) is None
-    assert "88 % of it is used, and a run starts at 80 % or less" in room.lacking("gpu-1", 90, 80, lambda: 50.0, ask)
-    assert room.lacking("cpu", 90, 90, lambda: 91.0, ask).startswith("for memory: 91 % of it is used")
+    assert room.missing_memory("gpu-1", 90, 90, ram=lambda: 50.0, ask=ask) is None
+    assert "88 % of it is used, and a run starts at 80 % or less" in room.missing_memory(
+        "gpu-1", 90, 80, lambda: 50.0, ask
+    )
+    assert room.missing_memory("cpu", 90, 90, lambda: 91.0, ask).startswith("for memory: 91 % of it is used")
     assert room.gpu_used_percent("gpu-1", lambda words: None) is None
     assert 0 < room.ram_used_percent() <= 100
     assert room.default_threads() >= 1

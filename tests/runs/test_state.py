@@ -19,7 +19,7 @@ from scu_trainer.runs import state, words
 from scu_trainer.runs.process import Identity, Machine, ProcessInfo
 from scu_trainer.runs.progress import last_error, last_lines, last_row, last_warning, newest_checkpoint
 from scu_trainer.runs.state import Evidence, RunState, judge, report
-from scu_trainer.runs.store import ENDED, Options, Run, RunRecord
+from scu_trainer.runs.store import ENDED_STATUSES, Options, Run, RunRecord
 
 HERE = Machine()
 FULL = "the disk is full: run.json cannot be written, 0.0 MiB are free; free some space"
@@ -113,7 +113,7 @@ def test_the_living(seen, status, words):
 
 
 @pytest.mark.parametrize("fact", ["dead", "other program", "rebooted", None])
-@pytest.mark.parametrize("status", ["queued", "running", "stopping", *ENDED])
+@pytest.mark.parametrize("status", ["queued", "running", "stopping", *ENDED_STATUSES])
 @pytest.mark.parametrize("has_record", [True, False])
 def test_no_dead_run_is_told_as_living(fact, status, has_record):
     found = judge(evidence(status, fact, record=record() if has_record else None, now_s=5000.0))

@@ -10,17 +10,17 @@ import pytest
 
 from scu_trainer.runs.studies import variants
 from scu_trainer.runs.studies.variant_table import BY_NAME, VARIANTS, Variant
-from scu_trainer.runs.studies.variants import Outcome, VariantPlan, broken_promises, loops_of, missing
+from scu_trainer.runs.studies.variants import VariantPlan, VariantResult, find_violations, loops_of, missing
 
 ALL_ACT = {"regularization": "acts", "memory": "acts", "curriculum": "acts"}
 
 
-def ran(name: str, peak_mib: int = 100, bpt=(9.0, 8.0), loops=ALL_ACT, device: str = "cpu") -> Outcome:
-    return Outcome(name, "ran", peak_bytes=peak_mib * 2**20, step_s=1.0, bpt=bpt, loops=loops, device=device)
+def ran(name: str, peak_mib: int = 100, bpt=(9.0, 8.0), loops=ALL_ACT, device: str = "cpu") -> VariantResult:
+    return VariantResult(name, "ran", peak_bytes=peak_mib * 2**20, step_s=1.0, bpt=bpt, loops=loops, device=device)
 
 
 def test_all_promises_kept():
-    assert broken_promises([ran("lora"), ran("qlora", 90), Outcome("lora_fp16", "missing", "needs a GPU")]) == []
+    assert find_violations([ran("lora"), ran("qlora", 90), VariantResult("lora_fp16", "missing", "needs a GPU")]) == []
 
 
 @pytest.mark.parametrize(
@@ -30,23 +30,23 @@ def test_all_promises_kept():
         ([ran("lora", loops={**ALL_ACT, "memory": "idle"})], "memory is idle"),
         ([ran("lora", loops={**ALL_ACT, "curriculum": "off"})], "curriculum is off"),
         ([ran("lora"), ran("qlora", 91)], "0.91 of lora's, it should be at most 0.9"),
-        ([Outcome("lora", "failed", "exit code 1: boom")], "boom"),
+        ([VariantResult("lora", "failed", "exit code 1: boom")], "boom"),
         ([ran("zero2", 100, device="cuda:0"), ran("zero2_offload", 81, device="cuda:0")], "0.81 of zero2's"),
     ],
 )
 def test_a_broken_promise_is_named(outcomes, words):
-    (found,) = broken_promises(outcomes)
+    (found,) = find_violations(outcomes)
     assert words in found
 
 
 def test_a_job_of_ones_own_may_hold_nothing_out_and_have_loops_off():
     outcome = ran("lora", bpt=None, loops={**ALL_ACT, "curriculum": "off"})
-    assert broken_promises([outcome], loops_are_on=False) == []
-    assert broken_promises([outcome]) == ["lora: curriculum is off"]
+    assert find_violations([outcome], loops_are_on=False) == []
+    assert find_violations([outcome]) == ["lora: curriculum is off"]
 
 
 def test_offload_to_main_memory_promises_nothing_where_the_device_is_main_memory():
-    assert broken_promises([ran("zero2", 100), ran("zero2_offload", 130)]) == []
+    assert find_violations([ran("zero2", 100), ran("zero2_offload", 130)]) == []
 
 
 def write_run(folder: Path, lam: float, seen: int) -> Path:

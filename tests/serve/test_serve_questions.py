@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from scu_trainer.data.messages import messages_of
-from scu_trainer.listening import own_names
+from scu_trainer.listening import allowed_hosts
 from scu_trainer.serve.errors import FAILED
 from scu_trainer.serve.front import MOST_BYTES, _replay
 from scu_trainer.serve.guard import CHAT, COMPLETIONS, HEALTH, MODELS, Guard
-from scu_trainer.serve.questions import Asker
+from scu_trainer.serve.questions import RequestReader
 from scu_trainer.serve.transformers_server import application
 from scu_trainer.settings import ModelSettings
 from scu_trainer.talk.answers import AnswerSettings
-from scu_trainer.talk.model import Talker, loaded
+from scu_trainer.talk.model import Talker, load_talker
 from tests import tiny
 from tests.faults import CPU_TEXT, oom
 from tests.tiny import end_every_text
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, **changes) -> Talker:
-    return loaded("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"), **changes)
+    return load_talker("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"), **changes)
 
 
 @pytest.fixture
@@ -48,7 +48,9 @@ def talker(folder):
 class Site:
     def __init__(self, talker: Talker, hosts: Optional[Sequence[str]] = (HOST,), key: Optional[str] = None) -> None:
         self.talker, self.ends = talker, Event()
-        self.app = Guard(application(Asker(talker, "tiny", AnswerSettings(max_new_tokens=8)), self.ends), hosts, key)
+        self.app = Guard(
+            application(RequestReader(talker, "tiny", AnswerSettings(max_new_tokens=8)), self.ends), hosts, key
+        )
 
     def ask(self, path: str, method: str = "GET", headers: Any = None, **given: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
@@ -112,8 +114,10 @@ def test_one_model_is_found_by_its_name(site):
 
 
 def test_the_names_of_an_address():
-    assert own_names("127.0.0.1", 8000) == {HOST, "localhost:8000"}
-    assert own_names("::1", 80) >= {"[::1]:80", "[::1]", "localhost"} and own_names("192.0.2.7", 1) == {"192.0.2.7:1"}
+    assert allowed_hosts("127.0.0.1", 8000) == {HOST, "localhost:8000"}
+    assert allowed_hosts("::1", 80) >= {"[::1]:80", "[::1]", "localhost"} and allowed_hosts("192.0.2.7", 1) == {
+        "192.0.2.7:1"
+    }
 
 
 NO_KEY = {
@@ -294,14 +298,14 @@ def test_what_a_template_renders_or_leaves_out_by_design_is_taken(talker):
 def test_what_draws_from_all_tokens_does_not_make_a_greedy_server_draw(talker):
     greedy = Site(talker).post().json()["choices"]
     assert Site(talker).post(top_p=1, top_k=0).json()["choices"] == greedy
-    asker = Asker(talker, "tiny", AnswerSettings(do_sample=True, top_k=5, top_p=0.5))
+    asker = RequestReader(talker, "tiny", AnswerSettings(do_sample=True, top_k=5, top_p=0.5))
     asked, _ = asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, "top_p": 1, "top_k": 0})
     config = json.loads(asked["generation_config"])
     assert config["do_sample"] and config["top_k"] == 0 and config.get("top_p", 1) == 1
 
 
 def test_a_temperature_draws_and_zero_does_not(talker):
-    asker = Asker(talker, "tiny", AnswerSettings(max_new_tokens=8, temperature=0.9))
+    asker = RequestReader(talker, "tiny", AnswerSettings(max_new_tokens=8, temperature=0.9))
 
     def config(**body: Any) -> dict[str, Any]:
         asked, _ = asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, **body})

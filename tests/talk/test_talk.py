@@ -12,15 +12,15 @@ from transformers import AddedToken, AutoTokenizer, GenerationConfig
 
 from scu_trainer.cli.subjects import Subject
 from scu_trainer.cli.talking.options import talker as talker_of
-from scu_trainer.data.formats import Columns, understand
+from scu_trainer.data.formats import Columns, read_content
 from scu_trainer.data.records import Record
 from scu_trainer.data.text.encode import NOT_LEARNED, Encoder
 from scu_trainer.errors import DataError, ModelError, OutOfMemory, SettingsError
-from scu_trainer.models.loading.adapters import cannot_write
+from scu_trainer.models.loading.adapters import generation_obstacle
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.talk import answers as subject
-from scu_trainer.talk.answers import AnswerSettings, Batches, fitted, stream
-from scu_trainer.talk.model import base_beside, loaded, stop_tokens
+from scu_trainer.talk.answers import AnswerSettings, BatchedAnswers, fit_to_positions, stream
+from scu_trainer.talk.model import base_talker, load_talker, stop_tokens
 from scu_trainer.talk.prompts import read_prompts
 from scu_trainer.train.evaluation.answers import answered
 from scu_trainer.train.evaluation.answers import stop_tokens as ends_of_reference
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def talker(folder):
-    return loaded("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+    return load_talker("tiny", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def adapter(folder, tmp_path_factory):
             if "lora_B" in name:
                 parameter.normal_()
     model.save_pretrained(place)
-    return loaded("adapter", ModelSettings(model_name_or_path=str(place), dtype="float32"))
+    return load_talker("adapter", ModelSettings(model_name_or_path=str(place), dtype="float32"))
 
 
 def prompts(talker, count: int = 7) -> list[list[int]]:
@@ -79,12 +79,12 @@ def test_a_model_with_a_learned_prompt_writes_what_it_learned_or_says_that_it_ca
             scores = prompted(ids, attention_mask=torch.ones_like(ids)).logits
             ids = torch.cat([ids, scores[:, -1:].argmax(-1)], dim=1)
     ids = ids[0].tolist()
-    assert cannot_write(prompted) or answered(prompted, talker.tokenizer, ids[:3], [], 8) == ids[3:]
+    assert generation_obstacle(prompted) or answered(prompted, talker.tokenizer, ids[:3], [], 8) == ids[3:]
 
 
 def test_a_learned_prompt_with_a_peft_older_than_transformers_asks_for(prompted, talker, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.1")
-    assert cannot_write(tiny.lora(tiny.llama())) is None
+    assert generation_obstacle(tiny.lora(tiny.llama())) is None
     with pytest.raises(ModelError, match=r'tiny: peft .* needs peft 99.1 or later: pip install "peft>=99.1"'):
         replace(talker, model=prompted)
     with pytest.raises(ModelError, match=r"retain: sampled lets the model write, but peft .*give a file of text"):
@@ -120,7 +120,7 @@ def test_what_fails_while_it_writes_is_raised(talker, monkeypatch):
 def test_an_answer_ends_with_the_turn_of_the_template(talker):
     end = talker.tokenizer.convert_tokens_to_ids(talker.tokenizer.all_special_tokens)
     assert set(talker.stops) <= {*end, talker.model.generation_config.eos_token_id}
-    first = Batches(talker, GREEDY, 1)
+    first = BatchedAnswers(talker, GREEDY, 1)
     (answer,) = first.answers([talker.encoded(QUESTION)])
     assert answer.finish_reason in ("stop", "length") and answer.tokens <= 12
 
@@ -137,7 +137,7 @@ def test_an_answer_ends_with_a_turn_that_only_the_added_tokens_name(folder, tmp_
 
 
 def test_batches_of_any_size_give_the_same_answers(talker):
-    found = [list(Batches(talker, GREEDY, rows).answers(prompts(talker))) for rows in (1, 3, 7)]
+    found = [list(BatchedAnswers(talker, GREEDY, rows).answers(prompts(talker))) for rows in (1, 3, 7)]
     assert found[0] == found[1] == found[2] and len(found[0]) == 7
 
 
@@ -156,10 +156,10 @@ def failing(talker, monkeypatch, most_rows: int):
 
 def test_out_of_memory_loses_no_answer_and_larger_batches_are_tried_again(talker, monkeypatch):
     asked = prompts(talker, 16)
-    expected = list(Batches(talker, GREEDY, 1).answers(asked))
+    expected = list(BatchedAnswers(talker, GREEDY, 1).answers(asked))
     monkeypatch.setattr(subject, "GOOD_BEFORE_GROWTH", 2)
     sizes = failing(talker, monkeypatch, most_rows=2)
-    batches = Batches(talker, GREEDY, 4)
+    batches = BatchedAnswers(talker, GREEDY, 4)
     assert list(batches.answers(asked)) == expected
     assert max(sizes) == 2 and batches.out_of_memory == 2  # once, and once when it tried to grow
 
@@ -167,12 +167,12 @@ def test_out_of_memory_loses_no_answer_and_larger_batches_are_tried_again(talker
 def test_a_single_prompt_that_never_fits(talker, monkeypatch):
     failing(talker, monkeypatch, most_rows=0)
     with pytest.raises(OutOfMemory, match=r"one prompt .* does not fit in memory; lower --max_new_tokens"):
-        list(Batches(talker, GREEDY, 4).answers(prompts(talker, 2)))
+        list(BatchedAnswers(talker, GREEDY, 4).answers(prompts(talker, 2)))
 
 
 def test_the_base_of_an_adapter_answers_in_the_same_memory(adapter, talker):
     assert isinstance(adapter.model, PeftModel)
-    base, token_ids = base_beside(adapter, "base"), adapter.encoded(QUESTION)
+    base, token_ids = base_talker(adapter, "base"), adapter.encoded(QUESTION)
     said = {one.name: "".join(stream(one, token_ids, GREEDY)) for one in (adapter, base, talker)}
     assert said["base"] == said["tiny"] != said["adapter"]
 
@@ -194,13 +194,13 @@ def test_the_oldest_turns_make_room(talker):
 def test_an_answer_is_as_long_as_the_positions_allow(talker):
     short, long = QUESTION, [{"role": "user", "content": "word " * 40}]
     for messages in (short, long):
-        token_ids, dropped, settings = fitted(talker, messages, AnswerSettings(max_new_tokens=500))
+        token_ids, dropped, settings = fit_to_positions(talker, messages, AnswerSettings(max_new_tokens=500))
         assert dropped == 0 and len(token_ids) + settings.max_new_tokens == talker.positions
-    assert fitted(talker, short, GREEDY)[2] == GREEDY
+    assert fit_to_positions(talker, short, GREEDY)[2] == GREEDY
 
 
 def test_without_a_template_the_text_goes_on(folder, talker):
-    plain = loaded("plain", ModelSettings(model_name_or_path=str(folder), tuning="full"))
+    plain = load_talker("plain", ModelSettings(model_name_or_path=str(folder), tuning="full"))
     plain.tokenizer.chat_template = None
     assert not plain.has_template and plain.encoded(QUESTION) == plain.tokenizer("What is a list?")["input_ids"]
 
@@ -256,7 +256,7 @@ def test_a_generation_config_of_others_gives_the_same_answers(talker, monkeypatc
     sampled = answered(*sample, 12)
     monkeypatch.setattr(talker.model, "generation_config", GenerationConfig(**configured))
     assert "".join(stream(talker, prompt, greedy)) == expected
-    assert [reply.text for reply in Batches(talker, greedy, 2).answers([prompt, prompt])] == [expected] * 2
+    assert [reply.text for reply in BatchedAnswers(talker, greedy, 2).answers([prompt, prompt])] == [expected] * 2
     assert answered(*sample, 12) == sampled
 
 
@@ -269,7 +269,7 @@ def test_drawn_answers_are_those_of_the_seed(talker):
 
 
 def test_a_text_goes_on_where_the_tokenizer_ends_every_text(folder):
-    plain = loaded("plain", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+    plain = load_talker("plain", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
     plain.tokenizer.chat_template = None
     before = plain.encoded(QUESTION)
     tiny.end_every_text(plain.tokenizer)
@@ -279,7 +279,7 @@ def test_a_text_goes_on_where_the_tokenizer_ends_every_text(folder):
 
 @pytest.mark.parametrize("ends_every_text", [False, True])
 def test_an_end_that_a_text_itself_has_stays(folder, ends_every_text):
-    plain = loaded("plain", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
+    plain = load_talker("plain", ModelSettings(model_name_or_path=str(folder), tuning="full", dtype="float32"))
     plain.tokenizer.chat_template = None
     if ends_every_text:
         tiny.end_every_text(plain.tokenizer)
@@ -340,7 +340,7 @@ def test_a_prompt_is_the_one_that_was_trained_on(tmp_path):
     """Else a model is asked in other words than those that it has learned to answer."""
     row = {"instruction": "b", "input": "c", "output": "d", "system": "s"}
     (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
-    learned = understand(row, Columns()).content.as_chat().messages
+    learned = read_content(row, Columns()).content.as_chat().messages
     assert read_prompts(tmp_path / "p.jsonl")[0].messages == learned[:-1]
 
 

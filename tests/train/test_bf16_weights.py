@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from scu_trainer.cli import configuration, train
 from scu_trainer.errors import SettingsError
-from scu_trainer.hardware.optimizers import keeps_small_steps
+from scu_trainer.hardware.optimizers import preserves_small_updates
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from tests import tiny
 from tests.tiny import llama, same, trained, weights_of
@@ -130,7 +130,7 @@ def test_all_loops_act(tmp_path):
     ],
 )
 def test_who_keeps_small_steps(optim, optim_args, keeps):
-    assert keeps_small_steps(optim, optim_args) is keeps
+    assert preserves_small_updates(optim, optim_args) is keeps
 
 
 FULL = ["--tuning", "full", "--dtype", "bfloat16", "--use_cpu", "true"]

@@ -45,7 +45,7 @@ def before(**settings) -> dict:
 
 @pytest.mark.parametrize("name", LISTS)
 def test_every_name_is_a_setting(name):
-    known = {action.dest for action in fields.our_parser(TrainingArguments)._actions}
+    known = {action.dest for action in fields.settings_parser(TrainingArguments)._actions}
     assert getattr(subject, name) - known == set()
 
 

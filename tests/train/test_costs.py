@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from scu_trainer.hardware.heap import give_back_freed
+from scu_trainer.hardware.heap import release_freed_memory
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.costs import StepPeaks, _peak_gauge, step_peaks
 from scu_trainer.train.step.recovery.memory import CpuGauge
@@ -72,7 +72,7 @@ def peak_of(folder, memory: MemorySettings, *taking: TrainerCallback, **changes)
             trainer.add_callback(callback)
         found["peaks"] = step_peaks(trainer)
         trainer.add_callback(found["peaks"])
-        give_back_freed()  # what earlier tests left to this process, which memory control would give back on the way
+        release_freed_memory()  # what earlier tests left behind, which memory control would release during the run
         found["held"] = CpuGauge().read().own_bytes
 
     tiny.trained(tiny.llama(), folder, max_steps=2, memory=memory, prepare=prepare, **changes)

@@ -447,7 +447,7 @@ def test_what_deepspeed_compiles_or_waits_for_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(OpBuilder, "jit_load", lambda builder, verbose=True: builder.name)
     before, folder = OpBuilder.jit_load, tmp_path / "cpu_adam"
     said: list[str] = []
-    with deepspeed_start.builds_are_said(said.append):
+    with deepspeed_start.builds_reported(said.append):
         assert CPUAdamBuilder().jit_load(verbose=False) == "cpu_adam"
         assert f"compiles cpu_adam into {folder}" in said.pop()
         (folder / "lock").touch()

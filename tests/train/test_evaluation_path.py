@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Trainer
 
-from scu_trainer.control.splitting import few_sizes
+from scu_trainer.control.splitting import rounded_up_size
 from scu_trainer.data import Collator
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.evaluation.scoring import bpt_metrics, evaluation_path_of, score_documents
@@ -147,7 +147,7 @@ def test_in_half_precision_the_layers_see_few_sizes(is_half):
         path.scores(batch, labels)  # asks the model
         with shapes(model) as seen:
             found = path.scores(batch, labels)
-    assert tokens % 8 and seen.body == [(1, few_sizes(tokens) if is_half else tokens)]
+    assert tokens % 8 and seen.body == [(1, rounded_up_size(tokens) if is_half else tokens)]
     torch.testing.assert_close(found, expected, rtol=1e-2 if is_half else 1e-6, atol=1e-5)
 
 

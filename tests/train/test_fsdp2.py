@@ -29,7 +29,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.train.loss.analysis import analysis
 from scu_trainer.train.session.training import _save, score
 from scu_trainer.train.step.distributed import ranks as ranks_module
-from scu_trainer.train.step.distributed.sharded import Beforehand, check_fsdp, is_sharded
+from scu_trainer.train.step.distributed.sharded import BeforeFirstStep, check_fsdp, is_sharded
 from scu_trainer.train.tasks.text import TextTask
 from tests import processes
 from tests.faults import oom
@@ -82,7 +82,7 @@ def train(folder: Path, loop: dict) -> tuple[SCUTrainer, dict]:
     args = arguments(folder, per_device_train_batch_size=4, max_steps=3, optim="sgd", learning_rate=0.3, **saves)
     trainer = SCUTrainer(llama(), args, train_dataset=UnevenRows(64), data_collator=pad, **loop)
     sharded_before = is_sharded(trainer)
-    before = Beforehand(trainer, lambda: bits_per_token(trainer))
+    before = BeforeFirstStep(trainer, lambda: bits_per_token(trainer))
     trainer.train()
     holds_parts = isinstance(next(trainer.model.parameters()), DTensor)
     assert is_sharded(trainer) == holds_parts, "one rank would score alone and wait for the others without end"

@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from scu_trainer.data.images.data import find_images, prepare_images
-from scu_trainer.data.images.store import Kind, collate_images
+from scu_trainer.data.images.store import PixelFormat, collate_images
 from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.models.vision.inputs import augmentation
-from scu_trainer.models.vision.models import watch_pixels
+from scu_trainer.models.vision.models import attach_pixel_inputs
 from scu_trainer.models.vision.view import View, view_of
 from scu_trainer.settings import CurriculumSettings, DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.settings.images import ImageSettings
@@ -66,13 +66,13 @@ def generated(tmp_path_factory):
     data = DataSettings(dataset="generated", dataset_size=80, validation_split_percentage=20.0)
     source = find_images(data, ImageSettings(), cache)
     view: View = view_of(ModelSettings(tuning="full"), ImageSettings(image_size=SIZE), lambda: SIZE)
-    kind = Kind(view.processor, view.channels, view.size)
+    kind = PixelFormat(view.processor, view.channels, view.size)
     return prepare_images(source, kind, data, seed=0, cache_dir=cache), view
 
 
 def watched(model, generated, changes: str = "none"):
     view = generated[1]
-    watch_pixels(model, view.processor, augmentation(changes, view.size))
+    attach_pixel_inputs(model, view.processor, augmentation(changes, view.size))
     return model
 
 
@@ -369,11 +369,11 @@ def scored(adapter: Path, tmp_path: Path, **changes):
 def test_adapter_knows_its_classes(adapter, tmp_path):
     with pytest.raises(ModelError, match=r"classes of .*hue 0, .* are not those of the data \(0, 1, 2"):
         scored(adapter, tmp_path, dataset="digits")
-    going_on = job(tmp_path, model=ModelSettings(tuning="lora", model_name_or_path=str(adapter)), dataset="digits")
+    resume_line = job(tmp_path, model=ModelSettings(tuning="lora", model_name_or_path=str(adapter)), dataset="digits")
     with pytest.raises(ModelError, match=r"classes of .* are not those of the data"):
-        loaded(going_on)
-    going_on.data = replace(going_on.data, dataset="generated")
-    assert "made again" not in loaded(going_on)[1]
+        loaded(resume_line)
+    resume_line.data = replace(resume_line.data, dataset="generated")
+    assert "made again" not in loaded(resume_line)[1]
 
 
 def test_adapter_that_does_not_tell_its_classes_is_refused(adapter, tmp_path):

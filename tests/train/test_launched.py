@@ -15,7 +15,7 @@ import pytest
 
 from scu_trainer.cli import configuration
 from scu_trainer.errors import ControlError
-from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
+from scu_trainer.train.checkpoints.compatibility import MACHINE_SETTINGS, changed_settings
 from scu_trainer.train.session import session
 from scu_trainer.train.step.distributed import launched
 from tests import processes
@@ -31,12 +31,12 @@ PATIENCE_S = 60.0
 PARTED = """
 import os, torch.distributed as dist, torch
 from scu_trainer.errors import ControlError
-from scu_trainer.train.step.distributed.launched import lost_ranks_said
+from scu_trainer.train.step.distributed.launched import lost_ranks_reported
 dist.init_process_group("gloo")
 if dist.get_rank() == 1:
     os._exit(0)
 try:
-    with lost_ranks_said():
+    with lost_ranks_reported():
         dist.all_reduce(torch.ones(1))
 except ControlError as error:
     print(error)
@@ -105,7 +105,7 @@ def test_ranks_that_were_started_otherwise_all_say_what_differs(tmp_path):
 
 def test_ranks_compare_what_none_of_them_may_have_alone(tmp_path, monkeypatch):
     compared = {}
-    monkeypatch.setattr(session, "require_alike", lambda found, training: compared.update(found))
+    monkeypatch.setattr(session, "require_equal_ranks", lambda found, training: compared.update(found))
     words = ["--dataset", "python_docs", "--use_cpu", "true", "--output_dir", str(tmp_path), "--preflight", "off"]
     job, console = configuration.read_job(None, words), session.console_of_run()
     session._check_before_loading(job, console)
@@ -115,11 +115,11 @@ def test_ranks_compare_what_none_of_them_may_have_alone(tmp_path, monkeypatch):
     session._load(SimpleNamespace(kind=kind, **known), console)
     assert (compared["training rows"], compared["held-out rows"]) == (5, 3)
     (scaled,) = (name for name in compared if name.startswith("fp16 (mixed_precision"))
-    assert changed_settings({scaled: True}, {scaled: False}, OF_A_MACHINE)
+    assert changed_settings({scaled: True}, {scaled: False}, MACHINE_SETTINGS)
 
 
 def test_other_errors_are_left_alone():
-    with pytest.raises(RuntimeError, match="a shape") as raised, launched.lost_ranks_said():
+    with pytest.raises(RuntimeError, match="a shape") as raised, launched.lost_ranks_reported():
         raise RuntimeError("a shape")
     assert not isinstance(raised.value, ControlError)
 

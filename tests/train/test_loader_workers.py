@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from scu_trainer.errors import DataError
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.train.step.recovery.loader_workers import LeaveSignals, shield
+from scu_trainer.train.step.recovery.loader_workers import IgnoreSignals, protect_workers
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory_in_loader
 from tests.tiny import Rows, llama, same, trained, weights_of
 from tests.train.test_resume import StopAt
@@ -101,7 +101,9 @@ class Unsendable:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_worker_goes_on_when_its_group_is_told_to_stop(number):
     initialized = []
-    loader = shield(DataLoader(Signalled(number), num_workers=1, batch_size=1, worker_init_fn=initialized.append))
+    loader = protect_workers(
+        DataLoader(Signalled(number), num_workers=1, batch_size=1, worker_init_fn=initialized.append)
+    )
     assert [int(batch) for batch in loader] == [0, 1, 2, 3]
 
 
@@ -113,7 +115,9 @@ def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_awaited_forever(e
     def collate(rows):
         return Unsendable(error) if 1 in rows else rows
 
-    loader = shield(DataLoader(range(4), num_workers=1, collate_fn=collate, multiprocessing_context="fork", timeout=20))
+    loader = protect_workers(
+        DataLoader(range(4), num_workers=1, collate_fn=collate, multiprocessing_context="fork", timeout=20)
+    )
     batches = iter(loader)
     assert next(batches) == [0]
     with pytest.raises(type(error), match=f"(?s)^Caught .* worker process 0.*{re.escape(str(error))}") as caught:
@@ -129,7 +133,9 @@ def test_an_error_of_a_class_that_cannot_be_sent_is_told_in_words():
     def collate(rows):
         raise Odd("an odd row")
 
-    loader = shield(DataLoader(range(4), num_workers=1, collate_fn=collate, multiprocessing_context="fork", timeout=20))
+    loader = protect_workers(
+        DataLoader(range(4), num_workers=1, collate_fn=collate, multiprocessing_context="fork", timeout=20)
+    )
     batches = iter(loader)
     with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*Odd: an odd row"):
         next(batches)
@@ -138,22 +144,22 @@ def test_an_error_of_a_class_that_cannot_be_sent_is_told_in_words():
 
 def test_without_workers_nothing_is_changed():
     loader = DataLoader(Rows(), num_workers=0)
-    assert shield(loader).worker_init_fn is None
-    assert shield([1, 2]) == [1, 2]
+    assert protect_workers(loader).worker_init_fn is None
+    assert protect_workers([1, 2]) == [1, 2]
 
 
 PERSISTENT = """
 from torch.utils.data import DataLoader
-from scu_trainer.train.step.recovery.loader_workers import shield
-loader = shield(DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork"))
+from scu_trainer.train.step.recovery.loader_workers import protect_workers
+loader = protect_workers(DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork"))
 print(sum(int(batch) for batch in loader), flush=True)
 """
 
 
 HELD = """
 from torch.utils.data import DataLoader
-from scu_trainer.train.step.recovery.loader_workers import shield
-batches = iter(shield(DataLoader(range(4), num_workers=1, multiprocessing_context="fork")))
+from scu_trainer.train.step.recovery.loader_workers import protect_workers
+batches = iter(protect_workers(DataLoader(range(4), num_workers=1, multiprocessing_context="fork")))
 print(int(next(batches)), flush=True)
 """
 """As the traceback of an error that ends a run holds what was read from."""
@@ -168,7 +174,7 @@ def test_a_process_with_workers_comes_to_its_end(code, said):
 def test_a_second_sigterm_ends_a_worker_that_hangs():
     child = os.fork()
     if child == 0:
-        LeaveSignals(None)(0)
+        IgnoreSignals(None)(0)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)

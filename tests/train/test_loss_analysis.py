@@ -25,7 +25,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from scu_trainer.data.random_states import states
+from scu_trainer.data.random_states import rng_states
 from scu_trainer.train.loss.analysis import analyze, asked_rows, measuring, mixing_modules
 from scu_trainer.train.step.batches.rows import read_layout
 from tests import tiny
@@ -134,7 +134,7 @@ def test_a_sum_over_rows_is_known_as_such():
 def test_numbers_drawn_on_the_models_device_are_the_same_in_every_trial(monkeypatch):
     """A card has a generator of its own. Whole numbers have no mean that could stand for them."""
     model, card = nn.Linear(3, 1), torch.Generator().manual_seed(0)
-    monkeypatch.setattr(measuring, "generators", lambda devices: [*states(), (card.set_state, card.get_state())])
+    monkeypatch.setattr(measuring, "generators", lambda devices: [*rng_states(), (card.set_state, card.get_state())])
 
     def loss_of(batch, _):
         return model(batch["x"]).square().sum() * torch.randint(1, 99, (), generator=card)
@@ -236,8 +236,8 @@ def test_states_of_layers_are_collected_once_after_asking():
     """transformers hooks itself onto layers in the first forward that returns states, and notes that on the model."""
     model, batch = tiny.llama(output_hidden_states=True), text()
     assert ask(model, batch).is_exact
-    states = model(**batch).hidden_states
-    assert len(states) == 3 and not torch.equal(states[0], states[1])
+    rng_states = model(**batch).hidden_states
+    assert len(rng_states) == 3 and not torch.equal(rng_states[0], rng_states[1])
 
 
 # -- long rows are asked by their beginnings ---------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_a_model_that_refuses_short_rows_is_asked_with_whole_ones():
 
 def test_short_rows_are_asked_as_they_are():
     batch = read_layout(long_text([30, 40]))
-    assert asked_rows.beginnings([batch], [(0, 0), (0, 1)], 2) is None
+    assert asked_rows.cut_to_beginnings([batch], [(0, 0), (0, 1)], 2) is None
 
 
 def test_out_of_memory_on_beginnings_is_no_answer():

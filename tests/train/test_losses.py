@@ -607,7 +607,7 @@ def test_rows_of_a_chunk_follow_what_may_be_used_of_a_card(monkeypatch, card_gib
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     assert rows_in_chunk(128_000, torch.device("cuda")) == rows
     assert rows_in_chunk(128_000, torch.device("cpu")) == rows_in_chunk(128_000) == 256
-    with kernels.chunks_as_on_card(kernels.card_bytes(torch.device("cuda"))):
+    with kernels.chunks_as_on_gpu(kernels.usable_gpu_bytes(torch.device("cuda"))):
         assert rows_in_chunk(128_000, torch.device("cpu")) == rows
     assert rows_in_chunk(128_000) == 256
 

@@ -30,12 +30,12 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.loss.rows import softmax
 from scu_trainer.train.memory_estimate import plan, predict, record
 from scu_trainer.train.memory_estimate.compiled import HOLE_BESIDE_WEIGHT, HOLE_OF_GRADIENT, KERNEL_BYTES
-from scu_trainer.train.memory_estimate.events import Events, at_rows
+from scu_trainer.train.memory_estimate.events import Events, extrapolated_to_rows
 from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
 from scu_trainer.train.memory_estimate.live import LiveBytes
-from scu_trainer.train.memory_estimate.predict import loss_kind, trained_of, without_mask
+from scu_trainer.train.memory_estimate.predict import loss_kind, trained_sizes, without_mask
 from scu_trainer.train.memory_estimate.shapes import SIZES_BESIDE_STEPS, RowShapes, Step, planned_step
-from scu_trainer.train.memory_estimate.skeleton import copy_of, of_configuration
+from scu_trainer.train.memory_estimate.skeleton import fake_copy, model_from_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, trace
 from scu_trainer.train.session.session import run
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -96,9 +96,9 @@ def test_events_tell_the_highest_moment_and_that_of_later_chunks():
 
 def test_rows_are_interpolated_only_between_steps_of_the_same_events():
     two, three = Events([("logits", 26), ("logits", -26)]), Events([("logits", 36), ("logits", -36)])
-    assert at_rows(10, (2, two), (3, three)).sizes == [("logits", 106), ("logits", -106)]
-    assert at_rows(1, (2, two), (3, three)).highest()["logits"] == 16
-    assert at_rows(10, (2, two), (3, Events([("logits", 36)]))) is None
+    assert extrapolated_to_rows(10, (2, two), (3, three)).sizes == [("logits", 106), ("logits", -106)]
+    assert extrapolated_to_rows(1, (2, two), (3, three)).highest()["logits"] == 16
+    assert extrapolated_to_rows(10, (2, two), (3, Events([("logits", 36)]))) is None
 
 
 # -- without content as with it ----------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_step_without_content_holds_what_a_real_one_does(family, checkpointed,
         return {name: value for name, value in batch(rows, length).items() if name != "attention_mask"}
 
     shapes = trace(
-        EstimatedStep(copy_of(model, mode), mode, unmasked, "returned", None), 4, 32, after_others=False
+        EstimatedStep(fake_copy(model, mode), mode, unmasked, "returned", None), 4, 32, after_others=False
     ).parts
     real = trace(EstimatedStep(model, NoMode(), batch, "returned", None), 4, 32, after_others=False).parts
     # torch takes silu's and gelu's backward apart where there is no content, which a recomputed block shows.
@@ -157,9 +157,9 @@ class NoMode(contextlib.nullcontext):
 
 def test_gradients_of_earlier_chunks_are_there_from_the_beginning():
     model, mode = tiny.llama(), FakeTensorMode(allow_non_fake_inputs=True)
-    subject = EstimatedStep(copy_of(model, mode), mode, text_batch, "returned", None)
+    subject = EstimatedStep(fake_copy(model, mode), mode, text_batch, "returned", None)
     first, later = (trace(subject, 4, 32, after_others=others) for others in (False, True))
-    trained = trained_of(subject.model, subject.trained).size_bytes
+    trained = trained_sizes(subject.model, subject.trained).size_bytes
     assert later.parts["gradients"] == trained and first.parts["gradients"] < trained
     assert first.events.highest(trained)["gradients"] == trained
     assert sum(first.events.highest(trained).values()) + first.parts["weights"] == sum(later.parts.values())
@@ -274,8 +274,8 @@ def test_packed_weights_take_the_bytes_that_bitsandbytes_takes(in_8bit, double, 
     model = load_model(settings)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     wanted = stored_bytes(model)
-    made = of_configuration(model.config, settings, mode, compute_dtype=torch.float32, is_checkpointed=False)
-    copied = copy_of(prepare_for_tuning(model, settings), mode)
+    made = model_from_configuration(model.config, settings, mode, compute_dtype=torch.float32, is_checkpointed=False)
+    copied = fake_copy(prepare_for_tuning(model, settings), mode)
     for found in (made, copied):
         held = [*found.named_parameters(), *found.named_buffers()]
         stored = sum(tensor.nbytes for name, tensor in held if "lora_" not in name and "rotary" not in name)
@@ -390,15 +390,15 @@ def test_layers_that_see_padding_are_planned_with_it_before_their_weights_are_th
 def test_fp16_on_a_cpu_is_planned_as_float32(model_dir, monkeypatch):
     job = job_of(model_dir, "--per_device_train_batch_size", "32")
     monkeypatch.setattr(predict, "autocast_of", lambda job: torch.float16)
-    assert predict.step_of(job, RowShapes(100, 100, True), "cpu").tokens == 768
+    assert predict.largest_step(job, RowShapes(100, 100, True), "cpu").tokens == 768
 
 
 @pytest.mark.parametrize("words, rows", [((), 8), (("--dtype", "bfloat16", "--tuning", "lora"), 21)])
 def test_half_precision_on_a_cpu_keeps_it_busy_with_more(model_dir, words, rows):
     job = job_of(model_dir, "--mixed_precision", "no", "--per_device_train_batch_size", "32", *words)
-    assert predict.step_of(job, RowShapes(100, 100, True), "cpu").rows == rows
+    assert predict.largest_step(job, RowShapes(100, 100, True), "cpu").rows == rows
     model = tiny.llama().to(torch.bfloat16)
-    assert predict.step_of(job, RowShapes(100, 100, True), "cpu", model).rows == 21
+    assert predict.largest_step(job, RowShapes(100, 100, True), "cpu", model).rows == 21
 
 
 def test_kernels_are_compiled_for_every_size_of_uneven_rows_in_half_precision():
@@ -441,7 +441,7 @@ def test_what_compiled_products_keep_by_hand():
 
     def kept(autocast) -> int:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        subject = EstimatedStep(copy_of(Model(), mode), mode, states, "returned", autocast)
+        subject = EstimatedStep(fake_copy(Model(), mode), mode, states, "returned", autocast)
         return trace(subject, 4, 24, after_others=False).compiled_bytes
 
     weight_bytes = 2 * 32 * 64
@@ -502,7 +502,7 @@ def test_predicting_leaves_everything_as_it_was(model_dir):
     flags = [(module.training, len(module._forward_hooks), dict(vars(module)).keys()) for module in model.modules()]
     trained = [weight.requires_grad for weight in model.parameters()]
     state = torch.get_rng_state()
-    found = record.prediction(small_job(model_dir), loaded(model))
+    found = record.predict_run(small_job(model_dir), loaded(model))
     assert found.estimate is not None and "should take" in found.line
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -517,7 +517,7 @@ def test_predicting_leaves_everything_as_it_was(model_dir):
 def test_the_optimizer_that_trains_is_the_one_that_is_predicted(model_dir):
     """Muon replaces ``optim``: one copy of matrices, two of embeddings, the output layer and norms."""
     model = tiny.llama()
-    found = record.prediction(small_job(model_dir, "--use_muon", "true"), loaded(model)).estimate
+    found = record.predict_run(small_job(model_dir, "--use_muon", "true"), loaded(model)).estimate
     outer = [model.model.embed_tokens.weight, model.lm_head.weight, *(p for p in model.parameters() if p.dim() == 1)]
     everything = sum(p.nbytes for p in model.parameters())
     assert found.optimizer == everything + sum(p.nbytes for p in {id(p): p for p in outer}.values())
@@ -525,7 +525,7 @@ def test_the_optimizer_that_trains_is_the_one_that_is_predicted(model_dir):
 
 def test_the_heap_has_room_for_the_optimizers_step():
     model, mode = tiny.llama(), FakeTensorMode(allow_non_fake_inputs=True)
-    subject, block = EstimatedStep(copy_of(model, mode), mode, text_batch, "returned", None), 2**24
+    subject, block = EstimatedStep(fake_copy(model, mode), mode, text_batch, "returned", None), 2**24
     without, found = (
         trace(subject, 4, 32, after_others=False, kept=[], stepping=blocks).heap_bytes for blocks in ([], [block] * 3)
     )
@@ -560,7 +560,7 @@ class Fails(nn.Module):
 
 
 def test_code_that_needs_content_gives_a_reason_and_no_prediction(model_dir, caplog):
-    found = record.prediction(small_job(model_dir), loaded(Fails()))
+    found = record.predict_run(small_job(model_dir), loaded(Fails()))
     assert found.estimate is None and found.line.startswith("memory: not predicted, its code cannot run without data")
     assert found.as_dict(5) == {"reason": found.reason, "measured_peak_bytes": 5}
     assert _get_current_dispatch_mode() is None and not caplog.records
@@ -568,11 +568,11 @@ def test_code_that_needs_content_gives_a_reason_and_no_prediction(model_dir, cap
 
 def test_out_of_memory_is_not_a_reason(model_dir):
     with pytest.raises(torch.OutOfMemoryError):
-        record.prediction(small_job(model_dir), loaded(Fails(torch.OutOfMemoryError("no more"))))
+        record.predict_run(small_job(model_dir), loaded(Fails(torch.OutOfMemoryError("no more"))))
 
 
 def test_what_was_asked_not_to_be_predicted_is_not(model_dir):
-    found = record.prediction(small_job(model_dir, "--predict_memory", "false"), loaded(Fails(ZeroDivisionError())))
+    found = record.predict_run(small_job(model_dir, "--predict_memory", "false"), loaded(Fails(ZeroDivisionError())))
     assert found.reason == "predict_memory is false"
 
 
@@ -589,13 +589,13 @@ def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkey
     monkeypatch.setattr(predict, "estimate_of", a_mebibyte_per_row)
     limit_bytes = round(5.5 * 1.15 * 2**20)
     monkeypatch.setattr(record, "_available_main_memory", lambda job, parts: limit_bytes)
-    found = record.prediction(small_job(model_dir, *words), model)
+    found = record.predict_run(small_job(model_dir, *words), model)
     assert (found.step.rows, found.whole.rows, found.first_tokens) == (5, 8, 5 * 32)
     assert found.line.endswith(" of main memory are available, and larger micro-batches would not fit")
-    kept = record.prediction(small_job(model_dir, *words[2:], "--memory_control", "false"), model)
+    kept = record.predict_run(small_job(model_dir, *words[2:], "--memory_control", "false"), model)
     assert kept.first_tokens is None and kept.line.endswith("scu-trainer plan suggests smaller settings")
     limit_bytes += 2**30
-    found = record.prediction(small_job(model_dir, *words), model)
+    found = record.predict_run(small_job(model_dir, *words), model)
     assert found.first_tokens is None and "of main memory are available" not in found.line
 
 
@@ -603,13 +603,13 @@ def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkey
 def test_a_step_is_predicted_with_no_more_rows_than_there_are(model_dir, all_rows, rows, parts):
     words = ["--per_device_train_batch_size", 8, "--gradient_accumulation_steps", 4, "--memory_control", "false"]
     of_rows = RowShapes(32, 32.0, False, all_rows=all_rows)
-    step = predict.step_of(small_job(model_dir, *words), of_rows, "cpu", tiny.llama())
+    step = predict.largest_step(small_job(model_dir, *words), of_rows, "cpu", tiny.llama())
     assert (step.rows, step.micro_batches) == (rows, parts)
 
 
 def test_the_line_of_a_run_names_no_more_rows_than_there_are(model_dir):
     job = small_job(model_dir, "--per_device_train_batch_size", 64, "--memory_control", "false")
-    assert "micro-batches of 8 rows of 32 tokens" in record.prediction(job, loaded(tiny.llama())).line
+    assert "micro-batches of 8 rows of 32 tokens" in record.predict_run(job, loaded(tiny.llama())).line
 
 
 def test_the_limit_counts_what_the_model_holds_already(model_dir, monkeypatch):
@@ -647,7 +647,7 @@ def test_training_does_not_feel_its_prediction(model_dir, tmp_path):
         model = tiny.llama(attention_dropout=0.1)
         job = small_job(model_dir, "--predict_memory", predicted)
         torch.manual_seed(7)
-        record.prediction(job, loaded(model))
+        record.predict_run(job, loaded(model))
         rng = torch.rand(3)
         tiny.trained(model, tmp_path / predicted, max_steps=2)
         weights.append([rng, *(weight.detach().clone() for weight in model.parameters())])
@@ -665,7 +665,7 @@ def test_the_loss_is_taken_as_training_will_take_it(model_dir):
 
 def test_a_chunked_loss_counts_no_whole_logits():
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = copy_of(tiny.llama(), mode)
+    model = fake_copy(tiny.llama(), mode)
     headless, returned = (
         trace(EstimatedStep(model, mode, text_batch, kind, None), 16, 128, after_others=False).parts["logits"]
         for kind in ("headless", "returned")
@@ -676,7 +676,7 @@ def test_a_chunked_loss_counts_no_whole_logits():
 def test_chunks_have_the_rows_of_the_card_that_trains():
     """2,048 rows of 3,000 words are a 64th of 1.5 GiB."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = copy_of(LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 3000})), mode)
+    model = fake_copy(LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 3000})), mode)
     on_cpu, on_card, on_small_card = (
         trace(EstimatedStep(model, mode, text_batch, "headless", None, card), 64, 128, after_others=False)
         for card in (None, 80 * 2**30, 2**29)
@@ -686,7 +686,7 @@ def test_chunks_have_the_rows_of_the_card_that_trains():
 
 
 def test_the_card_that_trains_is_asked_and_the_limit_kept(model_dir, monkeypatch):
-    monkeypatch.setattr(predict, "card_bytes", lambda device: 80 * 2**30 if device.type == "cuda" else None)
+    monkeypatch.setattr(predict, "usable_gpu_bytes", lambda device: 80 * 2**30 if device.type == "cuda" else None)
     on_cpu = small_job(model_dir)
     assert predict._card_bytes(on_cpu) is None
     for limit_gb, wanted in ((None, 80 * 2**30), (8.0, 8 * 2**30), (100.0, 80 * 2**30)):
@@ -695,14 +695,14 @@ def test_the_card_that_trains_is_asked_and_the_limit_kept(model_dir, monkeypatch
         )
         assert predict._card_bytes(job) == wanted
     monkeypatch.setattr(predict, "_card_bytes", lambda job: 7)
-    assert predict.subject_of(on_cpu, loaded(tiny.llama()), RowShapes(32, 32.0, False)).card_bytes == 7
+    assert predict.traced_subject(on_cpu, loaded(tiny.llama()), RowShapes(32, 32.0, False)).usable_gpu_bytes == 7
 
 
 def test_a_model_on_a_card_is_traced_on_the_cpu():
     """Where a quantized one is loaded. Tied weights stay one, and are as large."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     model = tiny.llama(tie_word_embeddings=True)
-    wanted = trace(EstimatedStep(copy_of(model, mode), mode, text_batch, "returned", None), 4, 32, after_others=False)
+    wanted = trace(EstimatedStep(fake_copy(model, mode), mode, text_batch, "returned", None), 4, 32, after_others=False)
     made: dict[torch.Tensor, torch.Tensor] = {}
     with mode:
         for module in model.modules():
@@ -711,7 +711,7 @@ def test_a_model_on_a_card_is_traced_on_the_cpu():
                     if tensor is not None and tensor not in made:
                         made[tensor] = kind(torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda"))
                     tensors[name] = made.get(tensor)
-    copied = copy_of(model, mode)
+    copied = fake_copy(model, mode)
     assert all(weight.is_cuda for weight in model.parameters())
     assert {tensor.device for tensor in (*copied.parameters(), *copied.buffers())} == {CPU}
     assert copied.lm_head.weight is copied.model.embed_tokens.weight

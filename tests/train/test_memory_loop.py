@@ -259,10 +259,10 @@ def test_micro_batches_grow_on_one_card_with_memory_of_its_own(monkeypatch):
         weights = [torch.empty(1, device=device) for device in ("cuda:0", "cuda:1", "cpu")]
     one, is_integrated = torch.device("cuda", 0), [0]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=is_integrated[0]))
-    assert micro_batch_sizer.grows(one, weights[::2])
-    assert not micro_batch_sizer.grows(one, weights), "of two cards memory is read of one"
+    assert micro_batch_sizer.may_grow(one, weights[::2])
+    assert not micro_batch_sizer.may_grow(one, weights), "of two cards memory is read of one"
     is_integrated[0] = 1
-    assert not micro_batch_sizer.grows(one, weights[::2]) and not micro_batch_sizer.grows(CPU, weights[2:])
+    assert not micro_batch_sizer.may_grow(one, weights[::2]) and not micro_batch_sizer.may_grow(CPU, weights[2:])
 
 
 @pytest.mark.parametrize("rows", [Rows, UnevenRows])

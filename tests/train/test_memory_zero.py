@@ -315,7 +315,7 @@ import deepspeed, torch
 from scu_trainer import SCUTrainer
 from scu_trainer.errors import UserError
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.step.distributed.launched import lost_ranks_said
+from scu_trainer.train.step.distributed.launched import lost_ranks_reported
 from tests.tiny import UnevenRows, arguments, llama, pad
 from tests.train.test_memory_zero import STAGE_3, configuration
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -328,7 +328,7 @@ def fail(*unused):
 [*model.modules()][-1].register_forward_pre_hook(fail)
 rows = {"train_dataset": UnevenRows(16), "data_collator": pad}
 try:
-    with lost_ranks_said():
+    with lost_ranks_reported():
         SCUTrainer(model=model, args=args, memory=MemorySettings(), **rows).train()
 except UserError as error:
     print(f"rank {rank}: {error}", flush=True)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.step.needless import ASKED, needless_train_left_out
+from scu_trainer.train.step.needless import ASKED, redundant_train_call_skipped
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.tiny import Rows, same, weights_of
@@ -52,7 +52,7 @@ def with_its_own(model: nn.Module) -> None:
 @pytest.mark.parametrize("prepare", [in_evaluation, with_its_own])
 def test_what_was_changed_since_is_walked_through(walks, prepare):
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    with needless_train_left_out(model, list(model.modules())):
+    with redundant_train_call_skipped(model, list(model.modules())):
         prepare(model)  # by a training_step of the user's, which comes before the stock one
         walks.clear()
         model.train()
@@ -65,7 +65,7 @@ def test_the_first_call_walks_only_where_something_would_change(walks, prepare):
     if prepare is not None:
         prepare(model)
     walks.clear()
-    with needless_train_left_out(model, list(model.modules())):
+    with redundant_train_call_skipped(model, list(model.modules())):
         assert model.train() is model
         assert bool(walks) == (prepare is not None)
         model.train()
@@ -75,11 +75,11 @@ def test_the_first_call_walks_only_where_something_would_change(walks, prepare):
 
 def test_other_modes_and_other_models_are_as_ever():
     model = nn.Sequential(nn.Linear(2, 2), Frozen(2))
-    with needless_train_left_out(model, list(model.modules())):
+    with redundant_train_call_skipped(model, list(model.modules())):
         assert not model.train()[1].training
-    with needless_train_left_out(model[0], [model[0]]):
+    with redundant_train_call_skipped(model[0], [model[0]]):
         assert not model[0].train(False).training
-    with needless_train_left_out(model[0], ()):
+    with redundant_train_call_skipped(model[0], ()):
         assert model[0].train().training
     assert "train" not in vars(model[0])
 

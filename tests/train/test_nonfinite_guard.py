@@ -28,7 +28,12 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, Regularizat
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.evaluation.classification import class_metrics
 from scu_trainer.train.evaluation.scoring import bpt_metrics, score_documents
-from scu_trainer.train.loops.guard.first_nonfinite import has_nonfinite, locate, nonfinite_weight, weights_are_finite
+from scu_trainer.train.loops.guard.first_nonfinite import (
+    has_nonfinite,
+    locate_nonfinite,
+    nonfinite_weight,
+    weights_are_finite,
+)
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
 from tests.train.stepwise import Recorder
@@ -313,13 +318,13 @@ def test_labels_that_weigh_little_are_labels():
     trainer = SimpleNamespace(model=torch.nn.Linear(2, 2))
     rows = {"pixel_values": torch.tensor([[float("nan"), 1.0]])}
     for count in (torch.tensor(0.4), torch.tensor([3, 3])):  # weights of classes, and a count for each GPU
-        assert locate(trainer, [rows], count).place == "pixel_values of the data is not finite"
+        assert locate_nonfinite(trainer, [rows], count).place == "pixel_values of the data is not finite"
 
 
 def test_a_step_without_a_label_is_found_under_data_parallel():
     """Each of several cards of one process is given the number of labels."""
     counts = torch.zeros(2, 1, dtype=torch.long)
-    assert "no label of the step" in locate(SimpleNamespace(model=llama()), [], counts).place
+    assert "no label of the step" in locate_nonfinite(SimpleNamespace(model=llama()), [], counts).place
 
 
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):

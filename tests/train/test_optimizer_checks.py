@@ -16,8 +16,8 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.optimizers import OPTIMIZERS, check_optimizer
 from scu_trainer.settings import MemorySettings, RegularizationSettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.job.checks import check_words
-from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule, taken_by
+from scu_trainer.train.job.checks import check_text_values
+from scu_trainer.train.job.optimizer_checks import argument_names_of, check_optimizer_arguments, check_schedule
 from scu_trainer.train.loops.weight_average import ScheduleFreeWeights
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, same, trained, weights_of
@@ -55,7 +55,7 @@ def test_names_that_are_taken_are_those_that_transformers_reads(optim, tmp_path)
     args = arguments(tmp_path, optim=optim, optim_target_modules="all-linear")
     adam = {"betas": (0.9, 0.999), "eps": 1e-8}
     _OPTIMIZER_HANDLERS[args.optim](OptimizerContext(args, llama(layers=1), {"lr": 1e-2}, adam, asked))
-    assert asked.names == set(taken_by(optim))
+    assert asked.names == set(argument_names_of(optim))
 
 
 @pytest.mark.parametrize(("optim", "name"), [("rmsprop", "nesterov"), ("adafactor", "beta1"), ("galore_adamw", "rang")])
@@ -98,7 +98,7 @@ def test_a_size_that_torchao_would_get_as_text_is_refused(tmp_path):
 def test_a_value_that_would_end_the_run_or_do_nothing_is_refused(optim, given, message, tmp_path):
     args = arguments(tmp_path, optim=optim, optim_args=given, optim_target_modules="all-linear")
     with pytest.raises(SettingsError, match=message):
-        check_words(args)
+        check_text_values(args)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_value_that_would_end_the_run_or_do_nothing_is_refused(optim, given, m
     ],
 )
 def test_values_that_optimizers_take_pass(optim, given, tmp_path):
-    check_words(arguments(tmp_path, optim=optim, optim_args=given, optim_target_modules="all-linear"))
+    check_text_values(arguments(tmp_path, optim=optim, optim_args=given, optim_target_modules="all-linear"))
 
 
 def test_weight_decay_among_the_arguments_is_of_no_group_of_weights(tmp_path):
@@ -125,7 +125,7 @@ def test_weight_decay_among_the_arguments_is_of_no_group_of_weights(tmp_path):
 def test_layer_wise_optimizers_do_not_accumulate(tmp_path):
     changes = {"optim_target_modules": "all-linear", "gradient_accumulation_steps": 2}
     with pytest.raises(SettingsError, match="set it to 1, or use optim: galore_adamw"):
-        check_words(arguments(tmp_path, optim="galore_adamw_layerwise", **changes))
+        check_text_values(arguments(tmp_path, optim="galore_adamw_layerwise", **changes))
 
 
 @pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw"])

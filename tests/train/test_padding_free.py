@@ -291,8 +291,8 @@ def test_the_kernel_of_a_card_is_asked_for_what_it_takes(monkeypatch, capability
 )
 def test_only_flash_attention_takes_fewer_heads_of_keys_on_a_card(monkeypatch, capability, dtype, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert padding_free.takes_groups(on_card(4, dtype, 8)) == expected
-    assert padding_free.takes_groups(torch.zeros(1, 4, 5, 8, dtype=dtype))
+    assert padding_free.supports_grouped_keys(on_card(4, dtype, 8)) == expected
+    assert padding_free.supports_grouped_keys(torch.zeros(1, 4, 5, 8, dtype=dtype))
 
 
 def test_repeated_heads_attend_as_grouped_ones(monkeypatch):
@@ -308,7 +308,7 @@ def test_repeated_heads_attend_as_grouped_ones(monkeypatch):
     query, key, value = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
     found, rows = [], SimpleNamespace(lengths=(3, 2), wants_few_sizes=False)
     for takes in (True, False):
-        monkeypatch.setattr(padding_free, "takes_groups", lambda query, takes=takes: takes)
+        monkeypatch.setattr(padding_free, "supports_grouped_keys", lambda query, takes=takes: takes)
         found.append(padding_free._attend_by_length(query, key, value, 0.0, None, rows))
     torch.testing.assert_close(*found)
     assert seen == [(2, 2, True)] * 2 + [(4, 4, False)] * 2

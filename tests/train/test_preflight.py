@@ -15,9 +15,9 @@ from rich.table import Table
 
 from scu_trainer.cli import configuration
 from scu_trainer.errors import PreflightError, UserError
-from scu_trainer.models.loading.dispatch import Free
+from scu_trainer.models.loading.dispatch import FreeMemory
 from scu_trainer.train.preflight import CHECKS, Finding, before_loading, before_training, report, room
-from scu_trainer.train.preflight.catalogue import LOOKED_FOR
+from scu_trainer.train.preflight.catalogue import MISTAKE_COUNT
 from tests.train.seeded_mistakes import MISTAKES, Bench
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def outcomes(bench) -> dict[str, tuple[bool, str]]:
     for mistake in MISTAKES:
         with pytest.MonkeyPatch.context() as patch:
             if mistake.free is not None:
-                patch.setattr(room, "free_memory", lambda training, free=mistake.free: Free((), free))
+                patch.setattr(room, "free_memory", lambda training, free=mistake.free: FreeMemory((), free))
                 patch.setattr(room, "free_bytes", lambda path, free=mistake.free: free)
             findings, refusal = looked_at(bench.words(mistake.build(bench)), mistake.expected)
         said = "; ".join([*(finding.line() for finding in findings), refusal])
@@ -178,7 +178,7 @@ def printed(findings: list[Finding], policy: str) -> str:
 
 
 def test_the_report_of_nothing_is_one_line():
-    assert printed([], "stop").splitlines() == [f"preflight: {LOOKED_FOR} checks, nothing found"]
+    assert printed([], "stop").splitlines() == [f"preflight: {MISTAKE_COUNT} checks, nothing found"]
     assert printed([NOTE], "stop").splitlines()[1].split() == ["note", "240", "steps"]
     assert printed([ERROR], "off") == ""
 

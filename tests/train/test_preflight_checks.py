@@ -16,7 +16,7 @@ from scu_trainer.cli import configuration
 from scu_trainer.data.samples import PreparedSamples, SampleStatistics
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.errors import RequirementError, UserError
-from scu_trainer.models.loading.dispatch import Free
+from scu_trainer.models.loading.dispatch import FreeMemory
 from scu_trainer.train.job import checks
 from scu_trainer.train.preflight import (
     CHECKS,
@@ -39,7 +39,7 @@ from scu_trainer.train.step.distributed.sharded import trained_bytes
 from tests import tiny
 from tests.train.seeded_mistakes import MISTAKES
 
-MARKS = tokens.Marks(frozenset({1}), start=0, unknown=5)
+MARKS = tokens.SpecialTokens(frozenset({1}), start=0, unknown=5)
 DIRECTLY = {
     "updates-round-away",
     "epochs-ignored",
@@ -210,7 +210,7 @@ class Decoder:
 def test_one_token_for_all_is_neither_unknown_nor_a_start():
     tokenizer = SimpleNamespace(eos_token_id=1, pad_token_id=1, bos_token_id=1, unk_token_id=1)
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[1, 4]))
-    assert rows.marks_of(tokenizer, model) == tokens.Marks(frozenset({1, 4}), None, None)
+    assert rows.special_tokens_of(tokenizer, model) == tokens.SpecialTokens(frozenset({1, 4}), None, None)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_adam_s_state_is_as_large_as_it_is():
 def test_memory_is_compared_with_what_is_free(free_share, expected, tmp_path, monkeypatch):
     model, job = tiny.llama(), job_of()
     needed = 3 * trained_bytes(model)
-    monkeypatch.setattr(room, "free_memory", lambda training: Free((), int(free_share * needed)))
+    monkeypatch.setattr(room, "free_memory", lambda training: FreeMemory((), int(free_share * needed)))
     assert ids(room.before_training(job, model, tmp_path, 10)) == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert ids(room.before_training(job, model, tmp_path, 10)) == ["memory-too-small"]

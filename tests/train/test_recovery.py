@@ -24,7 +24,7 @@ from scu_trainer.train.step.recovery.snapshot import (
     WindowSnapshot,
     bytes_held,
     plain_attributes,
-    put_back_attributes,
+    restore_attributes,
 )
 from tests import tiny
 from tests.faults import CPU_TEXT, CUDA_TEXT, fail_above_tokens, fail_in_backward, fail_in_forward, is_training, oom
@@ -379,7 +379,7 @@ def test_attributes_are_put_back_where_they_are_whatever_stands_there():
         trainer.table["new"] = 1
         trainer.newest, trainer.means, trainer.begun = torch.ones(2), [torch.ones(2)], 1
         del trainer.none
-        put_back_attributes(attributes)
+        restore_attributes(attributes)
         assert trainer.figures is figures == [1.0] and trainer.table is table == {"figures": [1.0]}
         assert trainer.newest == 0.0 and trainer.means == [0.0] and trainer.none is None
         assert not hasattr(trainer, "begun")
@@ -393,7 +393,7 @@ def test_a_tensor_that_many_hold_is_copied_once_and_comes_back_from_another_size
         module.mask = mask
     attributes = plain_attributes(modules, SimpleNamespace(mask=mask))
     mask.data = torch.zeros(2)
-    put_back_attributes(attributes)
+    restore_attributes(attributes)
     assert len(copied) == 1 and mask.tolist() == [0, 1, 2, 3, 4, 5]
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from scu_trainer.control.budget import SOLVED_AT
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer
-from scu_trainer.data.text.anchor import Anchor, parted, spread
+from scu_trainer.data.text.anchor import Anchor, round_robin_rows, split_documents
 from scu_trainer.errors import CheckpointError, ControlError, DataError
 from scu_trainer.settings import (
     CurriculumSettings,
@@ -26,7 +26,7 @@ from scu_trainer.settings import (
     RetentionSettings,
     SafetySettings,
 )
-from scu_trainer.train.retention.choice import chooser
+from scu_trainer.train.retention.choice import make_actuator_chooser
 from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
 from scu_trainer.train.retention.sampled import MOST_DOCUMENTS, sampled_text
@@ -445,34 +445,34 @@ def test_a_replayed_row_has_no_number_and_other_columns_are_refused():
 
 def test_the_parts_share_no_document_and_copies_count_once():
     digests = numpy.array([number % 40 for number in range(60)])
-    parts = parted(digests, 0, "a.txt has", NOTHING)
+    parts = split_documents(digests, 0, "a.txt has", NOTHING)
     everything = numpy.concatenate(list(parts.values()))
     assert len({*digests[everything].tolist()}) == len(everything) == 40
     assert (len(parts["measured"]), len(parts["unseen"]), len(parts["replayed"])) == (8, 8, 24)
-    assert parted(digests, 1, "a.txt has", NOTHING)["unseen"].tolist() != parts["unseen"].tolist()
+    assert split_documents(digests, 1, "a.txt has", NOTHING)["unseen"].tolist() != parts["unseen"].tolist()
 
 
 def test_rows_next_to_each_other_are_of_different_documents():
     documents = numpy.array([7, 7, 7, 3, 3, 9])
-    assert spread(documents).tolist() == [0, 3, 5, 1, 4, 2]
+    assert round_robin_rows(documents).tolist() == [0, 3, 5, 1, 4, 2]
 
 
 def test_documents_of_the_training_data_are_in_no_part():
     digests = numpy.arange(40)
-    parts = parted(digests, 0, "a.txt has", digests[:20])
+    parts = split_documents(digests, 0, "a.txt has", digests[:20])
     assert sorted(digests[numpy.concatenate(list(parts.values()))]) == list(range(20, 40))
     with pytest.raises(DataError, match=r"10 different documents of 40 \(30 more are also in the training data\)"):
-        parted(digests, 0, "a.txt has", digests[:30])
+        split_documents(digests, 0, "a.txt has", digests[:30])
 
 
 def test_too_few_documents_are_refused_with_numbers():
     with pytest.raises(DataError, match=r"a\.txt has 9 different documents of 12, but 16 are needed"):
-        parted(numpy.array([number % 9 for number in range(12)]), 0, "a.txt has", NOTHING)
+        split_documents(numpy.array([number % 9 for number in range(12)]), 0, "a.txt has", NOTHING)
 
 
 def test_which_actuator_is_used_and_why():
     def chosen(rows, planned, has_lambda=True, **settings):
-        return chooser(RetentionSettings("a.txt", **settings), planned, has_lambda)(rows)
+        return make_actuator_chooser(RetentionSettings("a.txt", **settings), planned, has_lambda)(rows)
 
     assert chosen(100, 900) == (True, "100 rows to train on, 1.0 passes over them at a share of 10%")
     assert chosen(100, 9000) == (False, "100 rows to train on, 10.0 passes over them at a share of 10% are more than 4")

@@ -21,7 +21,7 @@ from scu_trainer.train.evaluation.answers import (
     TEXT_PROMPT_TOKENS,
     Prompt,
     answered,
-    prompts_of,
+    spread_prompts,
     stop_tokens,
 )
 from scu_trainer.train.loop import Loop
@@ -45,33 +45,33 @@ def row(token_ids, labels=None, **more):
 
 
 def test_a_prompt_is_what_stands_before_the_first_learned_token():
-    assert prompts_of([row([5, 6, 7, 8, 9], [X, X, X, 8, 9])], 1, 99) == [Prompt(0, (5, 6, 7), (8, 9))]
+    assert spread_prompts([row([5, 6, 7, 8, 9], [X, X, X, 8, 9])], 1, 99) == [Prompt(0, (5, 6, 7), (8, 9))]
 
 
 def test_of_several_turns_the_first_answer_is_the_reference():
-    assert prompts_of([row([5, 6, 7, 8, 9], [X, X, 7, X, 9])], 1, 99) == [Prompt(0, (5, 6), (7,))]
+    assert spread_prompts([row([5, 6, 7, 8, 9], [X, X, 7, X, 9])], 1, 99) == [Prompt(0, (5, 6), (7,))]
 
 
 @pytest.mark.parametrize(("count", "prompt"), [(4, 2), (100, TEXT_PROMPT_TOKENS)])
 def test_of_a_text_that_is_learned_whole_the_beginning_is_the_prompt(count, prompt):
     token_ids = list(range(count))
-    (found,) = prompts_of([row(token_ids, [X, *token_ids[1:]])], 1, 99)
+    (found,) = spread_prompts([row(token_ids, [X, *token_ids[1:]])], 1, 99)
     assert found == Prompt(0, tuple(token_ids[:prompt]), tuple(token_ids[prompt:]))
-    assert prompts_of([row(token_ids)], 1, 99) == [found]
+    assert spread_prompts([row(token_ids)], 1, 99) == [found]
 
 
 def test_prompts_are_spread_and_rows_without_one_are_left_out():
     rows = [row([i, 1, 2, 3], [X, X, 2, 3]) for i in range(30)]
-    assert [prompt.row for prompt in prompts_of(rows, 3, 99)] == [0, 10, 20]
+    assert [prompt.row for prompt in spread_prompts(rows, 3, 99)] == [0, 10, 20]
     rows[10] = row([1, 2], [X, X])
     rows[20] = row([1] * 100, [X] * 99 + [1])
-    found = [prompt.row for prompt in prompts_of(rows, 3, 98)]
-    assert len(found) == 3 and not {10, 20} & {*found} and len(prompts_of(rows[:2], 3, 98)) == 2
+    found = [prompt.row for prompt in spread_prompts(rows, 3, 98)]
+    assert len(found) == 3 and not {10, 20} & {*found} and len(spread_prompts(rows[:2], 3, 98)) == 2
 
 
 def test_a_text_that_goes_on_in_the_next_row_is_begun_at_its_beginning():
     rows = [row([i, 1, 2, 3], document=i // 10) for i in range(20)]
-    assert [prompt.row for prompt in prompts_of(rows, 2, 99)] == [0, 10]
+    assert [prompt.row for prompt in spread_prompts(rows, 2, 99)] == [0, 10]
 
 
 def sampler(tokenizer, **changes) -> Samples:

@@ -23,8 +23,8 @@ from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
-from scu_trainer.train.step.recovery.loader_workers import ReadsAgain, collated_again, loading_again
-from scu_trainer.train.step.recovery.second_try import last_word, second_try
+from scu_trainer.train.step.recovery.loader_workers import RetryingRows, collate_with_retry, loader_with_retries
+from scu_trainer.train.step.recovery.second_try import out_of_memory_reported, second_try
 from scu_trainer.train.trainer import SCUTrainer
 from tests import tiny
 from tests.faults import CPU_TEXT, CUDA_TEXT, FakeGauge, oom
@@ -206,7 +206,7 @@ LOADER_ERRORS = {
 @pytest.mark.parametrize("name", LOADER_ERRORS)
 def test_a_worker_without_memory_is_told_in_one_line(name):
     with pytest.raises(OutOfMemory) as caught:
-        with last_word(lambda: "step 7 of training"):
+        with out_of_memory_reported(lambda: "step 7 of training"):
             raise LOADER_ERRORS[name]
     text = str(caught.value)
     assert text.startswith("step 7 of training: a worker of the data loader ran out of memory. Lower")
@@ -225,7 +225,7 @@ def test_a_worker_without_memory_is_told_in_one_line(name):
 def test_too_few_files_are_told_in_one_line(error):
     words = r"^step 7 needs more open files than the \d+ .*; raise that \("
     with pytest.raises(RequirementError, match=words) as found:
-        with last_word(lambda: "step 7"):
+        with out_of_memory_reported(lambda: "step 7"):
             raise error
     now, wanted = re.search(r"than the (\d+) that .*ulimit -n (\d+)\)", str(found.value)).groups()
     assert int(wanted) > int(now) == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -236,7 +236,7 @@ def test_too_few_files_are_told_in_one_line(error):
     [ValueError("no"), RuntimeError(WORKER.format("RuntimeError", "RuntimeError: shapes")), KeyboardInterrupt()],
 )
 def test_the_last_word_leaves_other_errors_alone(error):
-    with pytest.raises(type(error)) as caught, last_word(lambda: "training"):
+    with pytest.raises(type(error)) as caught, out_of_memory_reported(lambda: "training"):
         raise error
     assert caught.value is error
 
@@ -271,9 +271,9 @@ def test_a_worker_collates_once_more(tmp_path):
 
 
 def test_a_row_that_no_worker_can_read_is_told():
-    loader = loading_again(torch.utils.data.DataLoader(Unreadable(), num_workers=1))
+    loader = loader_with_retries(torch.utils.data.DataLoader(Unreadable(), num_workers=1))
     with pytest.raises(OutOfMemory, match=r"step 1 of training.*dataloader_num_workers") as caught:
-        with last_word(lambda: "step 1 of training"):
+        with out_of_memory_reported(lambda: "step 1 of training"):
             next(iter(loader))
     assert "\n" not in str(caught.value)
 
@@ -293,9 +293,9 @@ def test_a_collator_that_writes_into_its_rows_and_draws_gets_both_as_they_were()
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    assert collated_again(collate, rows) == ([1, 2], expected) and calls == [2, 2]
+    assert collate_with_retry(collate, rows) == ([1, 2], expected) and calls == [2, 2]
     with pytest.raises(torch.OutOfMemoryError):
-        collated_again(lambda rows: (_ for _ in ()).throw(oom()), rows)
+        collate_with_retry(lambda rows: (_ for _ in ()).throw(oom()), rows)
 
 
 def test_numbered_rows_need_no_copy_of_the_generators():
@@ -315,6 +315,6 @@ def test_numbered_rows_need_no_copy_of_the_generators():
     expected = Numbered(rows).__getitems__([1, 2, 3])
     before = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
     rows.fails = True
-    assert ReadsAgain(Numbered(rows)).__getitems__([1, 2, 3]) == expected and not rows.fails
+    assert RetryingRows(Numbered(rows)).__getitems__([1, 2, 3]) == expected and not rows.fails
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (numpy.random.get_state()[1].tolist(), random.getstate()) == before[1:]

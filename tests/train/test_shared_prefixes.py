@@ -17,7 +17,7 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.train.loops.bottlenecks import PartTimes
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.loss.loss_path import LossPath
-from scu_trainer.train.loss.rows.model_loss import inner_model, own_loss_above
+from scu_trainer.train.loss.rows.model_loss import inner_model, user_loss_above
 from scu_trainer.train.loss.rows.row_readings import row_scores
 from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes
 from scu_trainer.train.trainer import SCUTrainer
@@ -245,7 +245,7 @@ def test_measuring_its_time_changes_no_loss(tmp_path):
     trainer = SCUTrainer(tiny.llama(), arguments(tmp_path), train_dataset=Templates(), memory=MemorySettings())
     times = PartTimes(trainer)
     times.start()
-    assert own_loss_above(trainer) is None
+    assert user_loss_above(trainer) is None
     times.stop()
     assert "compute_loss" not in vars(trainer) and "backward" not in vars(trainer.accelerator)
 
@@ -255,7 +255,7 @@ def test_a_loss_that_was_set_on_the_trainer_outlives_the_measuring_of_its_time(t
     trainer.compute_loss = own = functools.partial(trainer.compute_loss)
     times = PartTimes(trainer)
     times.start()
-    assert own_loss_above(trainer) == "this trainer"
+    assert user_loss_above(trainer) == "this trainer"
     times.stop()
     assert trainer.compute_loss is own
 

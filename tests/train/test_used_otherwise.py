@@ -18,7 +18,7 @@ from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.adapters import check_adapter
-from scu_trainer.train.loop_checks import tell_of_unsaved
+from scu_trainer.train.loop_checks import warn_about_unsaved_weights
 from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests.faults import FakeGauge
 from tests.tiny import Examples, Rows, UnevenRows, arguments, bert, llama, pad, same, trained, weights_of
@@ -154,7 +154,7 @@ def test_the_hub_is_not_asked_which_modules_are_saved(monkeypatch, caplog):
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *of: asked.append(of))
     base = llama()
     base.name_or_path = "me/base"
-    tell_of_unsaved(get_peft_model(base, LoraConfig(modules_to_save=["lm_head"])))
+    warn_about_unsaved_weights(get_peft_model(base, LoraConfig(modules_to_save=["lm_head"])))
     assert not asked and not caplog.text
 
 

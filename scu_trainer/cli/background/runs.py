@@ -13,7 +13,7 @@ from typing import Optional
 
 from scu_trainer import shipped
 from scu_trainer.cli.background import screens
-from scu_trainer.cli.background.seeds import INFIX, one_seed, runs_of, seeds_of, spread_lines
+from scu_trainer.cli.background.seeds import SEED_INFIX, configuration_with_seed, runs_of, seeds_of, spread_lines
 from scu_trainer.cli.configuration import check_early
 from scu_trainer.cli.configuration_file import read_file
 from scu_trainer.cli.fields import check_known
@@ -23,12 +23,12 @@ from scu_trainer.cli.names.translation import name_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
-from scu_trainer.runs.control import Hands, Wish, check, resume, start, stop
+from scu_trainer.runs.control import RunBackend, StartRequest, check, resume, start, stop
 from scu_trainer.runs.menu import Menu
 from scu_trainer.runs.monitor import follow, log_of, watch
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
-from scu_trainer.runs.store import ROOT, Options, RunRecord, all_runs, find, free_name
+from scu_trainer.runs.store import ROOT, Options, RunRecord, all_runs, find_run, free_name
 from scu_trainer.shipped import recipe
 
 LAUNCHERS = ("python", "accelerate", "deepspeed", "torchrun")
@@ -42,11 +42,11 @@ Exit codes: 0 done, 2 you can fix it."""
 
 
 @guarded
-def main(argv: list[str], hands: Optional[Hands] = None) -> int:
-    return _main(argv, hands or Hands())
+def main(argv: list[str], hands: Optional[RunBackend] = None) -> int:
+    return _main(argv, hands or RunBackend())
 
 
-def _main(argv: list[str], hands: Hands) -> int:
+def _main(argv: list[str], hands: RunBackend) -> int:
     if not argv:
         return _show_menu(hands)
     parser = _parser()
@@ -54,7 +54,7 @@ def _main(argv: list[str], hands: Hands) -> int:
     if options.action == "start":
         return _start_runs(options, flags, hands)
     if flags:
-        parser.of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
+        parser.parser_of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
     if options.root.is_file():
         raise SettingsError(f"--root {options.root} is a file; give the directory that holds the runs")
     actions = {"list": _status, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
@@ -144,29 +144,29 @@ def _count(text: str) -> int:
 # -- start, stop, resume -----------------------------------------------------------------------------------------------
 
 
-def _start_runs(options: argparse.Namespace, flags: list[str], hands: Hands) -> int:
-    started = begun(options, flags, hands)
+def _start_runs(options: argparse.Namespace, flags: list[str], hands: RunBackend) -> int:
+    started = start_runs(options, flags, hands)
     for name, record in started:
         screens.say(f"{name} has started in the background, process {record.process.pid}")
-    if INFIX in started[-1][0] and "--seed" in started[-1][1].flags:
+    if SEED_INFIX in started[-1][0] and "--seed" in started[-1][1].flags:
         screens.say("runs on one device take turns; for mean and spread once they are finished:")
-        screens.say(f"  scu-trainer runs status {started[0][0].rpartition(INFIX)[0]}{_root_flag(options.root)}")
+        screens.say(f"  scu-trainer runs status {started[0][0].rpartition(SEED_INFIX)[0]}{_root_flag(options.root)}")
     else:
         _print_next_commands(started[0][0], options.root)
     return 0
 
 
-def read_words(words: Sequence[str]) -> argparse.Namespace:
+def parse_runs_words(words: Sequence[str]) -> argparse.Namespace:
     """Parse the words of ``scu-trainer runs`` that are not flags of training."""
     return _parser().parse_args(words)
 
 
-def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> list[tuple[str, RunRecord]]:
+def start_runs(options: argparse.Namespace, flags: Sequence[str], hands: RunBackend) -> list[tuple[str, RunRecord]]:
     """Start a run, or one for each seed, and return their names and records. ``flags``: flags of training; they are not
     read as options of this command."""
     flags, _ = translated(list(flags), known_names())
     _check_flags(flags)
-    check_known(flags, _parser().of_action("start")._option_string_actions)
+    check_known(flags, _parser().parser_of_action("start")._option_string_actions)
     options.config = options.config or _default_config(flags)
     file = None if options.config is None else Path(options.config)
     entries, text = ({}, "{}\n") if file is None else (read_file(file), file.read_bytes().decode())
@@ -177,8 +177,11 @@ def begun(options: argparse.Namespace, flags: Sequence[str], hands: Hands) -> li
         options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
     seeds = seeds_of(entries, flags)
-    wishes = [Wish(f"{name}{INFIX}{seed}", *one_seed(entries, text, flags, seed), settings) for seed in seeds]
-    wishes = wishes or [Wish(name, text, tuple(flags), settings)]
+    wishes = [
+        StartRequest(f"{name}{SEED_INFIX}{seed}", *configuration_with_seed(entries, text, flags, seed), settings)
+        for seed in seeds
+    ]
+    wishes = wishes or [StartRequest(name, text, tuple(flags), settings)]
     for wish in wishes:
         check(wish, options.root)
     return [(wish.name, start(wish, options.root, hands)) for wish in wishes]
@@ -214,7 +217,7 @@ def _free_name(options: argparse.Namespace, entries: dict) -> str:
     given = Path(str(entries.get("output_dir") or Path(options.config or "run").stem)).name
     wanted = re.sub(r"[^\w.-]+", "-", given).strip("-._")[:48] or "run"
     taken = [path.name for path in options.root.iterdir()] if options.root.is_dir() else []
-    taken += [name.rpartition(INFIX)[0] for name in taken if INFIX in name]
+    taken += [name.rpartition(SEED_INFIX)[0] for name in taken if SEED_INFIX in name]
     return free_name(wanted, taken)
 
 
@@ -234,8 +237,8 @@ def _print_next_commands(name: str, root: Path) -> None:
         screens.say(f"  scu-trainer runs {action} {name}{_root_flag(root)}".ljust(48) + f"  # {text}")
 
 
-def _stop(options: argparse.Namespace, hands: Hands) -> int:
-    runs = [find(name, options.root) for name in options.name]
+def _stop(options: argparse.Namespace, hands: RunBackend) -> int:
+    runs = [find_run(name, options.root) for name in options.name]
     code = 0
     targets = [(run, report(run, hands.machine)) for run in runs]
     # Queued runs are stopped first, because they would start as soon as the run before them has ended.
@@ -266,8 +269,8 @@ def _parenthesized(detail: str) -> str:
     return f" ({detail})" if detail else ""
 
 
-def _resume(options: argparse.Namespace, hands: Hands) -> int:
-    run = find(options.name, options.root)
+def _resume(options: argparse.Namespace, hands: RunBackend) -> int:
+    run = find_run(options.name, options.root)
     old_record = run.record()
     record, checkpoint = resume(run, hands)
     if old_record is not None and old_record.cwd != record.cwd:
@@ -281,11 +284,11 @@ def _resume(options: argparse.Namespace, hands: Hands) -> int:
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def _status(options: argparse.Namespace, hands: Hands) -> int:
+def _status(options: argparse.Namespace, hands: RunBackend) -> int:
     seeds = runs_of(options.name, options.root) if options.name is not None else []
     is_job = bool(seeds) and not (options.root / options.name).exists()
     if options.name is not None and not is_job:
-        run_report = report(find(options.name, options.root), hands.machine)
+        run_report = report(find_run(options.name, options.root), hands.machine)
         if options.json:
             print(json.dumps(run_report.as_dict(), indent=2))
         else:
@@ -301,14 +304,14 @@ def _status(options: argparse.Namespace, hands: Hands) -> int:
     return 0
 
 
-def _monitor(options: argparse.Namespace, hands: Hands) -> int:
-    run = find(options.name, options.root)
+def _monitor(options: argparse.Namespace, hands: RunBackend) -> int:
+    run = find_run(options.name, options.root)
     screens.show_views(watch(run, options.refresh, hands.machine, hands.sleep))
     return 0
 
 
-def _logs(options: argparse.Namespace, hands: Hands) -> int:
-    run = find(options.name, options.root)
+def _logs(options: argparse.Namespace, hands: RunBackend) -> int:
+    run = find_run(options.name, options.root)
     if not options.follow:
         if not log_of(run).is_file():
             raise SettingsError(f"{run.name} has no log yet; see runs status {options.name}")
@@ -322,7 +325,7 @@ def _logs(options: argparse.Namespace, hands: Hands) -> int:
     return 0
 
 
-def _show_menu(hands: Hands) -> int:
+def _show_menu(hands: RunBackend) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(
             f"{_parser().format_help()}\ngive one of these actions: without a terminal there is no menu"

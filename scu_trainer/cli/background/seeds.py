@@ -14,7 +14,7 @@ from scu_trainer.run_files import read_json
 from scu_trainer.runs.state import Report
 from scu_trainer.runs.store import Run, all_runs
 
-INFIX = "-seed"
+SEED_INFIX = "-seed"
 
 
 def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
@@ -28,7 +28,9 @@ def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
     return [int(word) for word in values]
 
 
-def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: int) -> tuple[str, tuple[str, ...]]:
+def configuration_with_seed(
+    entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: int
+) -> tuple[str, tuple[str, ...]]:
     """Return the text of the configuration and the flags of the run with ``seed``."""
     if "seeds" in entries:
         text = yaml.safe_dump({name: value for name, value in entries.items() if name != "seeds"}, sort_keys=False)
@@ -37,16 +39,16 @@ def one_seed(entries: Mapping[str, Any], text: str, flags: Sequence[str], seed: 
 
 def runs_of(name: str, root: Path) -> list[Run]:
     """Return the runs of a job with seeds, ordered by seed."""
-    candidates = [run for run in all_runs(root) if run.name.startswith(name + INFIX)]
-    numbered = [run for run in candidates if run.name.removeprefix(name + INFIX).lstrip("-").isdigit()]
-    return sorted(numbered, key=lambda run: int(run.name.removeprefix(name + INFIX)))
+    candidates = [run for run in all_runs(root) if run.name.startswith(name + SEED_INFIX)]
+    numbered = [run for run in candidates if run.name.removeprefix(name + SEED_INFIX).lstrip("-").isdigit()]
+    return sorted(numbered, key=lambda run: int(run.name.removeprefix(name + SEED_INFIX)))
 
 
 def spread_lines(reports: Sequence[Report]) -> list[str]:
     """Return lines with the mean and spread of the held-out figure over the finished seeds."""
-    from scu_trainer.cli.comparison.seeds import spread
+    from scu_trainer.cli.comparison.seeds import seed_spread_lines
 
-    return spread(list(_figures(reports)))
+    return seed_spread_lines(list(_figures(reports)))
 
 
 def _figures(reports: Sequence[Report]) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scu_trainer.imports import claim_process
 from scu_trainer.runs.store import Run
-from scu_trainer.runs.supervisor import Outside, lead
+from scu_trainer.runs.supervisor import SupervisorBackend, supervise
 from scu_trainer.secrets import hide_in_tracebacks, remember_environment
 
 
@@ -16,7 +16,7 @@ def main(argv: list[str]) -> int:
     remember_environment()
     hide_in_tracebacks()
     path = Path(argv[0])
-    return lead(Run(path, path.name), Outside(train))
+    return supervise(Run(path, path.name), SupervisorBackend(train))
 
 
 def train(words: list[str]) -> int:

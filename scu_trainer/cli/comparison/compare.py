@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.cli.comparison import screen as screens
-from scu_trainer.cli.comparison.plan import arms_of, check_words, plan_of, reference_of, shared_out
-from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code, known_runs
+from scu_trainer.cli.comparison.plan import arms_of, check_words, plan_of, reference_of, with_threads_and_devices
+from scu_trainer.cli.comparison.runs import CONFIDENCE, ComparisonSession, exit_code, known_runs
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser
@@ -18,7 +18,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison, read_record
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same
-from scu_trainer.runs.studies.comparison_state import found_states
+from scu_trainer.runs.studies.comparison_state import read_states
 from scu_trainer.shipped import recipe
 from scu_trainer.train.run_directory.logs import run_log
 
@@ -87,10 +87,10 @@ def _run_comparison(
         # The recorded command describes the comparison; --retry_failed only concerns this start.
         lasting = [word for word in argv if word not in ("--retry_failed", "--retry-failed")]
         plan = plan_of(options, flags, arms, "scu-trainer compare " + shlex.join(lasting))
-    plan, devices = shared_out(plan, options.jobs)
+    plan, devices = with_threads_and_devices(plan, options.jobs)
     if options.dry_run:
         return _dry_run(plan, devices, console)
-    return Start(plan, reference, devices, console, hands, options.confidence, options.retry_failed).run()
+    return ComparisonSession(plan, reference, devices, console, hands, options.confidence, options.retry_failed).run()
 
 
 def _show_table(folder: str, argv: Sequence[str], console: Any) -> int:
@@ -109,7 +109,7 @@ def _dry_run(plan: ComparisonPlan, devices: Sequence[str], console: Any) -> int:
         require_same(existing_plan, plan)
         plan = existing_plan
     screens.print_arms(console, plan.arms)
-    states = found_states(plan, known_runs(plan.folder), retry_failed=False)
+    states = read_states(plan, known_runs(plan.folder), retry_failed=False)
     done = sum(state.status == "finished" for state in states.values())
     screens.print_wrapped(console, screens.start_line(plan, devices) + f", {done} done before")
     example = comparison.words(plan, next((key for key in plan.runs if states[key].status != "finished"), plan.runs[0]))

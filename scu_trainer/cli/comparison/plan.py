@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.cli.configuration import as_yaml, read_job, read_values
-from scu_trainer.cli.main import environment_kept
+from scu_trainer.cli.main import preserved_environment
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
-from scu_trainer.errors import SettingsError, UserError, nearest
+from scu_trainer.errors import SettingsError, UserError, did_you_mean
 from scu_trainer.hardware.probe import ram_bytes, usable_cores
 from scu_trainer.runs import room
 from scu_trainer.runs.studies.comparison_arms import DEFAULT_ARMS, Arm, chosen_arms
@@ -99,7 +99,9 @@ def arms_of(options: argparse.Namespace, flags: Sequence[str]) -> list[Arm]:
 def reference_of(requested: str, arms: Sequence[Arm]) -> str:
     name, names = requested.replace(":", "_"), [arm.name for arm in arms]
     if name not in names:
-        raise SettingsError(f"reference {requested!r} is not an arm{nearest(name, names)}; arms: {', '.join(names)}")
+        raise SettingsError(
+            f"reference {requested!r} is not an arm{did_you_mean(name, names)}; arms: {', '.join(names)}"
+        )
     return name
 
 
@@ -122,7 +124,7 @@ def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Ar
 
 def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict[str, Any], str]:
     """Return all settings of a job, as training writes them to its run directory, and as the YAML that runs read."""
-    with environment_kept():  # reading a job prepares this process, which must not affect the runs that we start
+    with preserved_environment():  # reading a job prepares this process, which must not affect the runs that we start
         job = read_job(config, words)
         job.task = replace(job.task, seeds=None)  # each run has one seed
         job.check()
@@ -140,7 +142,7 @@ def _json_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))
 
 
-def shared_out(plan: ComparisonPlan, jobs: Optional[int]) -> tuple[ComparisonPlan, list[str]]:
+def with_threads_and_devices(plan: ComparisonPlan, jobs: Optional[int]) -> tuple[ComparisonPlan, list[str]]:
     """Return the plan with the number of threads per run, and a device for each run that may run at the same time."""
     on_cpu = any(settings.get("use_cpu") for settings in plan.resolved.values())
     gpus = [] if on_cpu else [name for name in room.devices() if name != room.CPU]

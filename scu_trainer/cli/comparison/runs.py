@@ -18,7 +18,7 @@ from scu_trainer.report.comparison.text import document
 from scu_trainer.run_files import read_json, require_writable, write_json, write_text
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same, run_name, write_plan
-from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key, found_states
+from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key, read_states
 
 PAGE_FILE = "comparison.md"
 CONFIDENCE = 0.95
@@ -26,7 +26,7 @@ FAILED = 1
 """Exit code if a run failed or could not be compared. The table still shows the others."""
 
 
-class Start:
+class ComparisonSession:
     """One start of the command, from the lock on its folder to the final table."""
 
     what = "runs"
@@ -49,10 +49,10 @@ class Start:
 
     def run(self) -> int:
         require_writable(self.plan.folder)
-        with comparison.only_one(self.plan.folder):
+        with comparison.exclusive_comparison(self.plan.folder):
             self._take_plan()
-            comparison.stop_left_behind(self.plan.folder, self.hands)
-            states = found_states(self.plan, known_runs(self.plan.folder), self.retry_failed)
+            comparison.stop_remaining_runs(self.plan.folder, self.hands)
+            states = read_states(self.plan, known_runs(self.plan.folder), self.retry_failed)
             self._report_start(states)
             runner = comparison.Runner(self.plan, states, self.devices, self.write, self.look, self.hands)
             with self.screen.status:

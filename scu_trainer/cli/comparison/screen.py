@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from scu_trainer.cli.main import figures_table
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.report.comparison import text as words
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import ArmState, Key, progress_line
 from scu_trainer.runs.words import duration
-from scu_trainer.settings.base import plain
+from scu_trainer.settings.base import as_typed
 
 
 class Screen:
@@ -40,7 +40,8 @@ class Screen:
 def print_arms(console: Console, arms: Sequence[Arm]) -> None:
     titles = ("arm", "what it is", "sets")
     rows = [
-        [arm.name, arm.what, "\n".join(f"{key} {plain(value)}" for key, value in arm.settings.items())] for arm in arms
+        [arm.name, arm.what, "\n".join(f"{key} {as_typed(value)}" for key, value in arm.settings.items())]
+        for arm in arms
     ]
     console.print(figures_table(titles, rows, left=titles, framed=False, overflow="fold"))
 
@@ -66,6 +67,6 @@ def print_wrapped(console: Console, line: str) -> None:
 
 
 def start_line(plan: ComparisonPlan, devices: Sequence[str]) -> str:
-    arms, seeds = len(plan.arms), counted(len(plan.seeds), "seed")
+    arms, seeds = len(plan.arms), count_text(len(plan.seeds), "seed")
     runs = seeds if arms == 1 else f"{arms} arms x {seeds} = {len(plan.runs)} runs"
-    return f"{runs}, {len(devices)} at a time with {counted(plan.threads, 'thread')} each, in {plan.folder}"
+    return f"{runs}, {len(devices)} at a time with {count_text(plan.threads, 'thread')} each, in {plan.folder}"

@@ -14,8 +14,8 @@ from typing import Any, Optional
 from rich.table import Table
 
 from scu_trainer.cli.comparison import screen as screens
-from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
-from scu_trainer.cli.comparison.runs import CONFIDENCE, Start, exit_code
+from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, with_threads_and_devices
+from scu_trainer.cli.comparison.runs import CONFIDENCE, ComparisonSession, exit_code
 from scu_trainer.cli.main import figures_table, plain_console
 from scu_trainer.report.comparison.report import NOTHING_HELD_OUT
 from scu_trainer.report.comparison.statistics import FEW_SEEDS, t_interval, t_quantile
@@ -34,11 +34,11 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     typed = shlex.join([*(["--config", config] if config else []), *flags])
     folder, command = Path(settings["output_dir"]), f"scu-trainer train {typed}"
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
-    plan, devices = shared_out(plan, 1)
+    plan, devices = with_threads_and_devices(plan, 1)
     return Seeds(plan, JOB.name, devices, plain_console(), comparison.Hands()).run()
 
 
-class Seeds(Start):
+class Seeds(ComparisonSession):
     """Runs of one job with several seeds, with a table of seeds instead of a table of arms."""
 
     what = "seeds"
@@ -47,8 +47,8 @@ class Seeds(Start):
         self.console.print(_table(record["runs"]))
         fixed = any(self.plan.resolved[JOB.name].get(name) is not None for name in SHARED_DATA)
         is_scored = any(run["metrics"].get("held_out_documents", 0) != 0 for run in record["runs"])
-        notes = own_data(record["runs"]) if is_scored and not fixed else []
-        for line in [*spread(record["runs"]), *notes, f"written: {self.plan.folder / 'comparison.json'}"]:
+        notes = different_rows_note(record["runs"]) if is_scored and not fixed else []
+        for line in [*seed_spread_lines(record["runs"]), *notes, f"written: {self.plan.folder / 'comparison.json'}"]:
             screens.print_wrapped(self.console, line)
         return exit_code(record, ignored=f"left out: {NOTHING_HELD_OUT}")
 
@@ -69,7 +69,7 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
     return figures_table(titles, rows, left=["run"], framed=False, overflow="fold")
 
 
-def spread(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def seed_spread_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return lines on the mean, standard deviation and interval over the finished seeds, and on how reliable they
     are."""
     finished = [run["metrics"] for run in runs if run["status"] == "finished"]
@@ -94,7 +94,7 @@ def _spread_line(quantity: str, values: Sequence[float], style: str) -> str:
     )
 
 
-def own_data(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def different_rows_note(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a note if the finished runs may not have held out the same rows."""
     data = {run["metrics"].get("data_fingerprint") for run in runs if run["status"] == "finished"}
     if len(data) < 2 and None not in data:

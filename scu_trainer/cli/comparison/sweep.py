@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.comparison import screen as screens
-from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, shared_out
-from scu_trainer.cli.comparison.runs import Start
-from scu_trainer.cli.comparison.sweep_plan import SweepPlan, shown, table_of
+from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, with_threads_and_devices
+from scu_trainer.cli.comparison.runs import ComparisonSession
+from scu_trainer.cli.comparison.sweep_plan import SweepPlan, short_value, table_of
 from scu_trainer.cli.configuration import check_early, check_values_early
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
@@ -25,10 +25,10 @@ from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, Stopped, require_packages
-from scu_trainer.figures import UNITS, scored_on
+from scu_trainer.figures import UNITS, held_out_size
 from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import environment
-from scu_trainer.runs.queue import Line, wait_for_turn
+from scu_trainer.runs.queue import DeviceQueue, wait_for_turn
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import (
@@ -37,10 +37,10 @@ from scu_trainer.runs.studies.comparison_plan import (
     ComparisonPlan,
     holds_nothing_out,
 )
-from scu_trainer.runs.studies.comparison_state import is_finished, last_words
-from scu_trainer.runs.studies.search import FORM, axes_of
+from scu_trainer.runs.studies.comparison_state import failure_reason, is_finished
+from scu_trainer.runs.studies.search import FORM, parse_axes
 from scu_trainer.shipped import recipe
-from scu_trainer.stop_signals import Asked, listening
+from scu_trainer.stop_signals import StopCounter, stop_signals_to
 
 if TYPE_CHECKING:
     import optuna
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 def _translated_search(search: Sequence[str]) -> list[str]:
     """Return the words of --search with names of other programs translated, as in flags."""
     if not all(word.strip("-").find("=") > 0 for word in search):
-        return list(search)  # ``axes_of`` refuses them
+        return list(search)  # ``parse_axes`` refuses them
     words, read_as = translated([f"--{word.removeprefix('--')}" for word in search], known_names())
     if read_as:
         print(f"read --search {'; '.join(read_as)}")
@@ -94,7 +94,7 @@ def _translated_search(search: Sequence[str]) -> list[str]:
 @guarded
 def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     options, flags = parse_with_fields(_parser(), argv)
-    axes = axes_of(_translated_search(options.search), known_names())
+    axes = parse_axes(_translated_search(options.search), known_names())
     for axis in axes:
         for value in axis.ends:
             check_values_early({axis.name: value})
@@ -123,7 +123,7 @@ def _quiet_optuna() -> Any:
     return optuna
 
 
-class Sweep(Asked):
+class Sweep(StopCounter):
     """One start of the command, from the lock on its folder to the verdict."""
 
     def __init__(self, plan: SweepPlan, options: argparse.Namespace, console: Console, hands: comparison.Hands) -> None:
@@ -131,15 +131,15 @@ class Sweep(Asked):
         base_plan = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
         )
-        self.shared, (self.device,) = shared_out(base_plan, 1)
+        self.shared, (self.device,) = with_threads_and_devices(base_plan, 1)
 
     def say(self, line: str) -> None:
         self.console.print(line, soft_wrap=True)
 
     def run(self) -> int:
         require_writable(self.plan.folder)
-        with comparison.only_one(self.plan.folder), listening(self._receive, self._closed):
-            comparison.stop_left_behind(self.plan.folder, self.hands)
+        with comparison.exclusive_comparison(self.plan.folder), stop_signals_to(self._receive, self._closed):
+            comparison.stop_remaining_runs(self.plan.folder, self.hands)
             self.plan.take()
             with self._place_in_queue():
                 self._search()
@@ -163,7 +163,7 @@ class Sweep(Asked):
     def _place_in_queue(self) -> Iterator[None]:
         """Hold a place in the queue of background runs, because next to another run a trial would be slow or run out of
         memory. Runs that are started later wait until the sweep has ended."""
-        line = Line(self.device, machine=self.hands.machine)
+        line = DeviceQueue(self.device, machine=self.hands.machine)
         place = line.join(self.hands.machine.identity(), self.plan.folder)
         try:
             wait_for_turn(line, place, lambda: None, self._report_waiting, self._sleep_while_waiting)
@@ -195,7 +195,9 @@ class Sweep(Asked):
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
         overrides = [f"--{key}={value}" for key, value in values.items()]
-        words = comparison.words_of(self.plan.folder / "base.yaml", self.plan.seed, self.folder_of(name), *overrides)
+        words = comparison.training_command(
+            self.plan.folder / "base.yaml", self.plan.seed, self.folder_of(name), *overrides
+        )
         process = self.hands.spawn(words, comparison.variables(self.shared, self.device), console)
         forwarded, read_at_s, is_ended = 0, self.hands.clock(), False
         while process.poll() is None:
@@ -220,10 +222,10 @@ class Sweep(Asked):
     def _problem(self, name: str, code: int) -> Optional[str]:
         """Return why a run that has ended has no figure that can be compared; None if it has one."""
         if code != comparison.TRAINED or not is_finished(self.folder_of(name)):
-            return last_words(self.plan.folder / "console" / f"{name}.log", code)
+            return failure_reason(self.plan.folder / "console" / f"{name}.log", code)
         if self._held_out_bits(name) is None:
             return "it has no finite held-out figure"
-        own, base = (scored_on(self._metrics(run)) for run in (name, "base"))
+        own, base = (held_out_size(self._metrics(run)) for run in (name, "base"))
         return None if own == base else f"it was scored on {own}, the job as it is on {base}"
 
     # -- trials --------------------------------------------------------------------------------------------------------
@@ -264,7 +266,10 @@ class Sweep(Asked):
     def _run_trial(self, study: optuna.Study, trial: optuna.Trial) -> None:
         optuna = _quiet_optuna()
         values = {axis.name: axis.suggest(trial) for axis in self.plan.axes}
-        name, described = f"trial-{trial.number}", ", ".join(f"{key} {shown(value)}" for key, value in values.items())
+        name, described = (
+            f"trial-{trial.number}",
+            ", ".join(f"{key} {short_value(value)}" for key, value in values.items()),
+        )
         if not is_finished(self.folder_of(name)):
             code = self._run_watched(name, values, lambda: self._is_hopeless(trial, name))
         else:
@@ -332,11 +337,11 @@ class Sweep(Asked):
             ]
         report = json.loads(evaluation.stdout)
         difference, is_accuracy = report["against"][0]["difference"], "accuracy" in report["model"]
-        scale, shown, unit = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
-        best = f"best: trial {number}, {scale * difference['value']:{shown}} {unit} against the job as it is"
+        scale, short_value, unit = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
+        best = f"best: trial {number}, {scale * difference['value']:{short_value}} {unit} against the job as it is"
         if difference["low"] is None:
             return [f"{best}: one {report['item']} cannot tell"]
-        low, high = (f"{scale * difference[name]:{shown}}" for name in ("low", "high"))
+        low, high = (f"{scale * difference[name]:{short_value}}" for name in ("low", "high"))
         is_better = difference["low"] > 0 if is_accuracy else difference["high"] < 0
         is_same = difference["low"] <= 0 <= difference["high"]
         verdict = "no difference found" if is_same else ("better" if is_better else "worse")
@@ -368,5 +373,5 @@ class Sweep(Asked):
         seeds = tuple(range(self.plan.seed + 1, self.plan.seed + 1 + self.options.confirm_seeds))
         folder = self.plan.folder / "confirm"
         plan = ComparisonPlan(folder, self.plan.command, self.plan.config, arms, seeds, 1, resolved, texts)
-        plan, devices = shared_out(plan, 1)
-        Start(plan, "base", devices, self.console, self.hands).run()
+        plan, devices = with_threads_and_devices(plan, 1)
+        ComparisonSession(plan, "base", devices, self.console, self.hands).run()

@@ -76,7 +76,7 @@ class SweepPlan:
             )
 
 
-def shown(value: Any) -> str:
+def short_value(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -84,7 +84,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], base: Optional[float], names: Se
     cells = [["as it is", *("" for _ in names), "-" if base is None else f"{base:.4f}", "runs/base"]]
     for row in sorted(rows, key=lambda row: (row["held_out_bpt"] is None, row["held_out_bpt"] or 0.0)):
         figure = row["state"] if row["held_out_bpt"] is None else f"{row['held_out_bpt']:.4f}"
-        values = [shown(row["values"].get(name, "-")) for name in names]
+        values = [short_value(row["values"].get(name, "-")) for name in names]
         cells.append([str(row["trial"]), *values, figure, row["folder"]])
     titles = ["trial", *names, "held-out bits", "run"]
     return figures_table(titles, cells, left=["run"], framed=False, overflow="fold")

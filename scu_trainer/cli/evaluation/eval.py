@@ -18,10 +18,10 @@ from scu_trainer.cli.evaluation.options import BATCH_SIZE, BATCH_TOKENS, EvalOpt
 from scu_trainer.cli.evaluation.report import held_out_report, models_report, notes_of, tasks_report
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest
 from scu_trainer.cli.evaluation.screen import as_text
-from scu_trainer.cli.fields import check_names, field_names, flags_of_fields, plain_words, say_defaults
-from scu_trainer.cli.main import guarded, quiet_stdout
-from scu_trainer.cli.origin import base_subject, of_its_run
-from scu_trainer.cli.parsing import with_switches
+from scu_trainer.cli.fields import check_names, field_names, flags_of_fields, readable_message, show_defaults_in_help
+from scu_trainer.cli.main import guarded, stdout_to_stderr
+from scu_trainer.cli.origin import base_subject, with_source_run
+from scu_trainer.cli.parsing import with_explicit_switches
 from scu_trainer.cli.subjects import (
     BASE,
     MERGED,
@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
     name, as_json, options, harness_options, typed_data = _parse(parser, argv)
     subjects = _subjects(name, options)
     if typed_data or not harness_options.names or any(subject.run for subject in subjects):
-        subjects = [of_its_run(subject) for subject in subjects]
-    with quiet_stdout():
+        subjects = [with_source_run(subject) for subject in subjects]
+    with stdout_to_stderr():
         report = _evaluate(subjects, typed_data, options, harness_options)
     print(json.dumps(report, allow_nan=False) if as_json else as_text(report))
     return 0
@@ -83,7 +83,7 @@ def _parser() -> HfArgumentParser:
     class Parser(HfArgumentParser):
         def error(self, message: str):
             where = "; give it before --against, which takes all names after it" if "RUN_OR_MODEL" in message else ""
-            raise SettingsError(plain_words(message) + where)
+            raise SettingsError(readable_message(message) + where)
 
     parser = Parser(
         [EvalOptions, HarnessOptions, _data_flags()],
@@ -94,7 +94,7 @@ def _parser() -> HfArgumentParser:
     )
     parser.add_argument("model", metavar="RUN_OR_MODEL")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    say_defaults(parser)
+    show_defaults_in_help(parser)
     return parser
 
 
@@ -109,7 +109,7 @@ def _parse(parser: HfArgumentParser, argv: list[str]) -> tuple[str, bool, EvalOp
     check_names(argv, field_names(parser))
     data_names = [item.name for item in fields(DataSettings) if item.name not in TRAINING_ONLY]
     parser.set_defaults(**dict.fromkeys(data_names))  # None: not typed
-    values = vars(parser.parse_args(with_switches(parser, argv)))
+    values = vars(parser.parse_args(with_explicit_switches(parser, argv)))
     options, harness_options = (
         kind(**{item.name: values[item.name] for item in fields(kind)}) for kind in (EvalOptions, HarnessOptions)
     )
@@ -198,7 +198,7 @@ def _require_task(
     other = next((subject for subject in subjects if subject.run and subject.task != task.name), None)
     if other is not None:
         raise ModelError(f"{other.name} is a run of task: {other.task}, but task is {task.name}; score each separately")
-    TaskSettings(task.name).check_typed(typed_data)
+    TaskSettings(task.name).check_given(typed_data)
     if options.batch_tokens is not None and task.unit == "label":
         raise SettingsError(f"batch_tokens has no effect on task: {task.name}; drop it")
     if harness_options.names and task.name != TEXT:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
 from scu_trainer.cli.evaluation.scoring import EvaluationRequest, EvaluationResult
-from scu_trainer.cli.origin import is_merged_from, lost_run
+from scu_trainer.cli.origin import is_merged_from, lost_run_message
 from scu_trainer.cli.subjects import Subject, may_have_learned, own_split
-from scu_trainer.figures import counted, perplexity
+from scu_trainer.figures import count_text, perplexity
 from scu_trainer.hardware.probe import installed_version
 
 if TYPE_CHECKING:
-    from scu_trainer.train.evaluation.harness import TaskFigure
+    from scu_trainer.train.evaluation.harness import TaskMetric
     from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores
 
 MAY_HAVE_LEARNED = "it may have learned some of these documents"
@@ -172,7 +172,7 @@ def tasks_report(
 
 
 def _task_row(
-    subject: Subject, figure: TaskFigure, model: Optional[TaskFigure], options: EvalOptions
+    subject: Subject, figure: TaskMetric, model: Optional[TaskMetric], options: EvalOptions
 ) -> dict[str, Any]:
     """Return a row for one figure. ``model``: the same figure of RUN_OR_MODEL, to compare with; None for its own
     row."""
@@ -218,23 +218,23 @@ def _notes_on_figures(subjects: list[Subject], outcomes: list[EvaluationResult])
     for subject, result in zip(subjects, outcomes, strict=True):
         shown_name, (count, tokens) = subject.word or subject.name, result.cuts
         if count:
-            times = counted(count, "time")
+            times = count_text(count, "time")
             yield (
                 f"{shown_name} was given at most {tokens} tokens at once: lm_eval cut off the beginning of the rest, "
                 f"{times}"
             )
         for figure in result.figures:
             if figure.questions is not None and figure.questions < FEW_QUESTIONS:
-                yield f"{figure.task} asked {counted(figure.questions, 'question')}: too few to trust an interval"
+                yield f"{figure.task} asked {count_text(figure.questions, 'question')}: too few to trust an interval"
             if figure.stderr == 0.0:
                 yield f"{figure.task}: every question gave {shown_name} the same {figure.metric}, so it has no interval"
 
 
 def _notes_on_data(data: Any, item: str) -> list[str]:
     count, statistics = len(data.eval_documents) if item == "document" else len(data.eval), data.statistics
-    notes = [] if count >= FEW_DOCUMENTS else [f"{counted(count, item)} held out: too few to trust an interval"]
-    if statistics.is_anything_dropped:
-        notes.append(f"left out while reading: {statistics.dropped_in_words()}")
+    notes = [] if count >= FEW_DOCUMENTS else [f"{count_text(count, item)} held out: too few to trust an interval"]
+    if statistics.has_dropped:
+        notes.append(f"left out while reading: {statistics.describe_dropped()}")
     return notes
 
 
@@ -244,6 +244,6 @@ def _notes_on_training(subjects: list[Subject], request: EvaluationRequest) -> l
     suspects = [subject for subject in named if may_have_learned(subject, *split)]
     return [
         *(f"{s.name} was trained on another split: {MAY_HAVE_LEARNED}" for s in suspects),
-        *(f"{lost}: {MAY_HAVE_LEARNED}" for lost in map(lost_run, named) if lost is not None),
+        *(f"{lost}: {MAY_HAVE_LEARNED}" for lost in map(lost_run_message, named) if lost is not None),
         *(f"{s.name}: its weights are scored, not their moving averages ({s.averages})" for s in named if s.averages),
     ]

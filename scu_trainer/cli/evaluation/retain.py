@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.evaluation.eval import evaluation_request
 from scu_trainer.cli.evaluation.options import EvalOptions, HarnessOptions
-from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.main import guarded, stdout_to_stderr
 from scu_trainer.cli.origin import base_subject
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import Subject, subject_of
 from scu_trainer.control.budget import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.models.loading.load import load_for_evaluation
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.run_files import require_room, require_writable, write_json
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise SettingsError(f"{folder} is not empty; give another --output_dir")
     require_writable(folder)
-    with quiet_stdout():
+    with stdout_to_stderr():
         report = _retain(tuned, base, options, folder)
     print(json.dumps(report, allow_nan=False) if options.json else as_text(report))
     return 0
@@ -186,7 +186,7 @@ def as_text(report: dict[str, Any]) -> str:
     own = report["own_text"]
     if own:
         lines += [
-            f"on what the run held out, {counted(own['documents'], 'document')}, against the base:",
+            f"on what the run held out, {count_text(own['documents'], 'document')}, against the base:",
             f"  with all of it      {_bits(own['whole'])}",
             f"  with what is kept   {_bits(own['kept'])}",
         ]

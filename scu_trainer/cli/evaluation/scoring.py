@@ -17,7 +17,7 @@ from scu_trainer.settings import DataSettings
 if TYPE_CHECKING:
     from torch import nn
 
-    from scu_trainer.train.evaluation.harness import Harness, TaskFigure
+    from scu_trainer.train.evaluation.harness import Harness, TaskMetric
     from scu_trainer.train.evaluation.scoring import DocumentScores
     from scu_trainer.train.evaluation.sliding import Windows
     from scu_trainer.train.job.components import TrainingComponents
@@ -34,7 +34,7 @@ class EvaluationResult:
 
     scores: Optional[DocumentScores] = None
     merge: Optional[dict[str, Any]] = None
-    figures: tuple[TaskFigure, ...] = ()
+    figures: tuple[TaskMetric, ...] = ()
     cuts: tuple[int, int] = (0, 0)
 
 

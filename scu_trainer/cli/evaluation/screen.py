@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 
 NAME_COLUMNS = 16
 TASK_COLUMNS = 2 + len("minus ") + NAME_COLUMNS
@@ -56,7 +56,7 @@ def _short_name(name: str) -> str:
 
 def _header(report: dict[str, Any]) -> Iterator[str]:
     if report["documents"] is not None:
-        yield f"held out: {counted(report['documents'], report['item'])} of {report['dataset']}"
+        yield f"held out: {count_text(report['documents'], report['item'])} of {report['dataset']}"
         windows = report["windows"]
         if windows is not None:
             yield (
@@ -161,7 +161,7 @@ def _task_rows(rows: list[dict[str, Any]], labels: list[str]) -> Iterator[str]:
     """Yield a row for each model, in their order."""
     first = rows[0]
     filtered = "" if first["filter"] == "none" else f", filter {first['filter']}"
-    questions = "" if first["questions"] is None else f", {counted(first['questions'], 'question')}"
+    questions = "" if first["questions"] is None else f", {count_text(first['questions'], 'question')}"
     shots = "" if first["num_fewshot"] is None else f", {first['num_fewshot']}-shot"
     yield f"{first['task']}: {first['metric']}{filtered}{questions}{shots}"
     if first["stderr_method"] is not None:

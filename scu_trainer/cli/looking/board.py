@@ -15,9 +15,17 @@ from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.errors import SettingsError, require_packages
-from scu_trainer.listening import HOST, bound, check_address, in_address, is_every_address, is_loopback, own_names
-from scu_trainer.models.loading.names import near_folder
-from scu_trainer.runs.control import Hands
+from scu_trainer.listening import (
+    HOST,
+    allowed_hosts,
+    check_address,
+    is_every_address,
+    is_loopback,
+    listening_socket,
+    url_host,
+)
+from scu_trainer.models.loading.names import nearest_folder_hint
+from scu_trainer.runs.control import RunBackend
 from scu_trainer.runs.store import ROOT
 from scu_trainer.secrets import remember
 
@@ -48,24 +56,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @guarded
-def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[Hands] = None) -> int:
+def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[RunBackend] = None) -> int:
     options = _parser().parse_args(argv)
     _check_options(options)
     require_packages("the board", "board", ("jinja2", "matplotlib", "starlette", "uvicorn"), loads=True)
     from scu_trainer.board.access import Guard
-    from scu_trainer.board.acts import Acts
+    from scu_trainer.board.acts import RunActions
     from scu_trainer.board.app import Board
 
-    listening = bound(options.host, options.port)
-    port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), hands or Hands()
+    listening = listening_socket(options.host, options.port)
+    port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), hands or RunBackend()
     remember(token)
-    acts = Acts(options.configs, _start_function(options.runs_dir, hands), hands)
+    acts = RunActions(options.configs, _start_function(options.runs_dir, hands), hands)
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     board = Board(options.runs_dir, acts, functools.partial(stream_answer, **consent))
-    app = Guard(board.application(), token, own_names(options.host, port), f"scu_board_{port}")
-    print(f"runs of {options.runs_dir}: http://{in_address(options.host)}:{port}/?token={token}")
+    app = Guard(board.application(), token, allowed_hosts(options.host, port), f"scu_board_{port}")
+    print(f"runs of {options.runs_dir}: http://{url_host(options.host)}:{port}/?token={token}")
     if not options.runs_dir.exists():
-        near = near_folder(str(options.runs_dir))
+        near = nearest_folder_hint(str(options.runs_dir))
         print(f"{options.runs_dir} does not exist yet{near}; the first run that is started here creates it")
     print("anyone with this address can start programs here; Ctrl-C ends the board, runs continue", flush=True)
     (serve or _serve)(app, listening)
@@ -93,13 +101,13 @@ def _serve(app: Any, listening: socket.socket) -> None:
     uvicorn.Server(settings).run(sockets=[listening])
 
 
-def _start_function(root: Path, hands: Hands) -> Callable[[Path, str, str, Sequence[str]], str]:
+def _start_function(root: Path, hands: RunBackend) -> Callable[[Path, str, str, Sequence[str]], str]:
     """Return the function with which the board starts a run. It returns the name of the run."""
-    from scu_trainer.cli.background.runs import begun, read_words
+    from scu_trainer.cli.background.runs import parse_runs_words, start_runs
 
     def start(config: Path, name: str, device: str, flags: Sequence[str]) -> str:
         name_flags = [f"--name={name}"] if name else []
-        options = read_words(["start", f"--config={config}", f"--root={root}", f"--device={device}", *name_flags])
-        return begun(options, flags, hands)[0][0]
+        options = parse_runs_words(["start", f"--config={config}", f"--root={root}", f"--device={device}", *name_flags])
+        return start_runs(options, flags, hands)[0][0]
 
     return start

@@ -13,16 +13,16 @@ from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser, require_new_file
 from scu_trainer.errors import DataError, SettingsError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.imports import without_collector
-from scu_trainer.settings.stock import seed_of_data
+from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.shipped import recipe
 from scu_trainer.train.run_directory.logs import run_log
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scu_trainer.cli.looking.facts import Look
+    from scu_trainer.cli.looking.facts import DataReport
     from scu_trainer.data.text.encode import Document
     from scu_trainer.settings import DataSettings, ModelSettings
 
@@ -70,14 +70,16 @@ def main(argv: list[str]) -> int:
     console = plain_console()
     looks = [
         _print_source(console, options, model, part, limit)
-        for part in ([data.of_source(source) for source in data.sources] or [data])
+        for part in ([data.settings_of_source(source) for source in data.sources] or [data])
     ]
     with run_log():  # last, because the values that only training knows need torch
         values = configuration.read_values(options.config, flags)
     if page:
         _write_page(page, looks, console)
     if options.export:
-        _export(options.export, model, data, seed_of_data(argparse.Namespace(**values)), looks[0].tokenizer, console)
+        _export(
+            options.export, model, data, effective_data_seed(argparse.Namespace(**values)), looks[0].tokenizer, console
+        )
     return 0
 
 
@@ -93,9 +95,9 @@ def _document_limit(options: argparse.Namespace) -> Optional[int]:
 
 def _print_source(
     console: Console, options: argparse.Namespace, model: ModelSettings, data: DataSettings, limit: Optional[int]
-) -> Look:
+) -> DataReport:
     from scu_trainer.cli.looking import screen
-    from scu_trainer.cli.looking.facts import stretches
+    from scu_trainer.cli.looking.facts import text_spans
     from scu_trainer.data.statistics import DataStatistics
     from scu_trainer.data.store import default_cache_dir
     from scu_trainer.data.text.documents import usable_documents
@@ -112,33 +114,33 @@ def _print_source(
     for document in usable_documents(plan.source, plan.encoder, wanted, 1, statistics):
         documents.append(document)
         if len(shown) < options.rows:
-            shown.append((document, stretches(tokenizer, document)))
+            shown.append((document, text_spans(tokenizer, document)))
             screen.print_row(console, *shown[-1])
     if not documents:
-        raise DataError(f"{plan.source.name} has no document to learn from; dropped: {statistics.dropped_in_words()}")
+        raise DataError(f"{plan.source.name} has no document to learn from; dropped: {statistics.describe_dropped()}")
     return _print_statistics(console, plan.source.name, tokenizer, data, statistics, documents, shown, wanted)
 
 
-def _print_statistics(console, name, tokenizer, data, statistics, documents, shown, wanted) -> Look:
+def _print_statistics(console, name, tokenizer, data, statistics, documents, shown, wanted) -> DataReport:
     from scu_trainer.cli.looking import screen
-    from scu_trainer.cli.looking.facts import Look, facts_of
+    from scu_trainer.cli.looking.facts import DataReport, facts_of
 
     is_part = wanted is not None and len(documents) == wanted
     article = "the first" if is_part else "all" if len(documents) > 1 else "the"
-    sample = f"{article} {counted(len(documents), 'document')} of {name}"
+    sample = f"{article} {count_text(len(documents), 'document')} of {name}"
     texts = tokenizer.batch_decode([document.input_ids for document in documents], skip_special_tokens=True)
     facts = facts_of(documents, texts)
     tokens, learned = int(facts.lengths.sum()), int(facts.learned.sum())
     lines = [
         *statistics.lines_of_reading(),
-        f"{counted(statistics.rows_read, 'row')} read, {counted(len(documents), 'document')}; {tokens:,} tokens, "
+        f"{count_text(statistics.rows_read, 'row')} read, {count_text(len(documents), 'document')}; {tokens:,} tokens, "
         f"{learned:,} learned ({learned / tokens:.0%})",
     ]
     console.print(f"\n{sample}", style="bold", soft_wrap=True)
     for line in lines:
         console.print(line, soft_wrap=True)
     screen.print_facts(console, facts, data.block_size)
-    return Look(name, sample, tokenizer, lines, shown, facts, data.block_size)
+    return DataReport(name, sample, tokenizer, lines, shown, facts, data.block_size)
 
 
 def _load_tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
@@ -151,7 +153,7 @@ def _load_tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
     return load_tokenizer(model)
 
 
-def _write_page(path: Path, looks: Sequence[Look], console: Console) -> None:
+def _write_page(path: Path, looks: Sequence[DataReport], console: Console) -> None:
     from scu_trainer.cli.looking.page import data_page
 
     written = f"scu-trainer {__version__}, {datetime.now():%Y-%m-%d %H:%M}"
@@ -177,4 +179,4 @@ def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tok
     details = {"seed": seed, "cache_dir": cache_dir, "model_name": model_name or "the embedded base"}
     prepared = prepare(packing.applied(data), tokenizer, **details)
     count = export(path, prepared.train, tokenizer)
-    console.print(f"{counted(count, 'row')} as trained: {path}", soft_wrap=True)
+    console.print(f"{count_text(count, 'row')} as trained: {path}", soft_wrap=True)

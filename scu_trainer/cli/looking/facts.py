@@ -16,7 +16,7 @@ import numpy
 
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
 
-STRANGE = 6.0
+OUTLIER_DEVIATIONS = 6.0
 """Distance from the median, in robust standard deviations, from which a document counts as strange."""
 
 LEAST_SPREAD = 0.05
@@ -29,7 +29,7 @@ MOST_TOKENS = 600
 """Tokens of a row that are shown; the others are only counted."""
 
 
-class Strange(NamedTuple):
+class Outlier(NamedTuple):
     """A strange document, by its number in the sample. ``measure``: what is strange about it, with its ``value``, the
     ``median`` of all documents, and their distance in robust standard deviations."""
 
@@ -57,7 +57,7 @@ class Facts:
     learned: numpy.ndarray
     repeated: list[list[int]]
     longest: list[int]
-    strange: list[Strange]
+    strange: list[Outlier]
 
     @property
     def duplicates(self) -> int:
@@ -99,7 +99,7 @@ def _repeated_documents(documents: Sequence[Document]) -> list[list[int]]:
     return sorted((group for group in places.values() if len(group) > 1), key=len, reverse=True)
 
 
-def _strange_documents(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Strange]:
+def _strange_documents(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Outlier]:
     """Return the strangest documents, each by the measure in which it is farthest from the others."""
     values = numpy.array(
         [_measures(*columns) for columns in zip(lengths.tolist(), learned.tolist(), texts, strict=True)], dtype=float
@@ -109,10 +109,10 @@ def _strange_documents(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Se
     deviations = numpy.abs(values - medians) / numpy.maximum(spread, numpy.maximum(LEAST_SPREAD * medians, 1e-9))
     deviations[:, 0] = numpy.abs(numpy.log(values[:, 0] / max(medians[0], 1))) * 3  # lengths differ by factors
     worst = deviations.argmax(axis=1)
-    far = [number for number in range(len(values)) if deviations[number, worst[number]] >= STRANGE]
+    far = [number for number in range(len(values)) if deviations[number, worst[number]] >= OUTLIER_DEVIATIONS]
     far.sort(key=lambda number: -deviations[number, worst[number]])
     return [
-        Strange(
+        Outlier(
             number,
             MEASURES[worst[number]],
             float(values[number, worst[number]]),
@@ -131,13 +131,13 @@ def _measures(tokens: int, learned: int, text: str) -> tuple[float, ...]:
     return tokens, len(text) / max(1, tokens), letters, learned / max(1, tokens), len(raw) / len(zlib.compress(raw))
 
 
-class Stretch(NamedTuple):
+class TextSpan(NamedTuple):
     text: str
     is_learned: bool
 
 
 @dataclass
-class Look:
+class DataReport:
     """Everything to show of one source. ``sample``: which documents are counted, in words. ``lines``: statistics as
     text. ``shown``: the rows that are shown in full."""
 
@@ -145,21 +145,21 @@ class Look:
     sample: str
     tokenizer: Any
     lines: list[str]
-    shown: list[tuple[Document, list[Stretch]]]
+    shown: list[tuple[Document, list[TextSpan]]]
     facts: Facts
     block_size: int
 
 
-def stretches(tokenizer: Any, document: Document) -> list[Stretch]:
+def text_spans(tokenizer: Any, document: Document) -> list[TextSpan]:
     """Return the text of a document in parts that are learned or not. Special tokens are written out, and line breaks
     are kept."""
     labelled = list(zip(document.input_ids.tolist(), (document.labels != NOT_LEARNED).tolist(), strict=True))
     parts = [
-        Stretch(tokenizer.decode([token for token, _ in part], clean_up_tokenization_spaces=False), is_learned)
+        TextSpan(tokenizer.decode([token for token, _ in part], clean_up_tokenization_spaces=False), is_learned)
         for is_learned, part in ((key, list(group)) for key, group in groupby(labelled[:MOST_TOKENS], itemgetter(1)))
     ]
     hidden = len(labelled) - MOST_TOKENS
-    return [*parts, Stretch(f" … and {hidden:,} tokens more", False)] if hidden > 0 else parts
+    return [*parts, TextSpan(f" … and {hidden:,} tokens more", False)] if hidden > 0 else parts
 
 
 def excerpt(text: str, characters: int = 90) -> str:

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy
 
-from scu_trainer.cli.looking.facts import STRANGE, Facts, Look, Stretch, bar, excerpt, histogram
+from scu_trainer.cli.looking.facts import OUTLIER_DEVIATIONS, DataReport, Facts, TextSpan, bar, excerpt, histogram
 from scu_trainer.data.text.encode import Document
-from scu_trainer.figures import counted
-from scu_trainer.report.page import Page, Section, Stretches, Table, Text, html
+from scu_trainer.figures import count_text
+from scu_trainer.report.page import MarkedText, Page, Section, Table, Text, html
 
 BAR_WIDTH = 10
 """Characters of the longest bar, which must fit a phone that is 390 pixels wide."""
 
 
-def data_page(look: Look, written: str) -> str:
+def data_page(look: DataReport, written: str) -> str:
     """Return the page. ``written``: program, version and time, for the footer."""
     facts = look.facts
     sections = [
@@ -29,9 +29,9 @@ def data_page(look: Look, written: str) -> str:
     return html(Page(look.name, look.sample, [], sections, written))
 
 
-def _rows(shown: Sequence[tuple[Document, Sequence[Stretch]]]) -> list[Stretches | Text]:
+def _rows(shown: Sequence[tuple[Document, Sequence[TextSpan]]]) -> list[MarkedText | Text]:
     rows = [
-        Stretches(f"{document.name}: {counted(len(document.input_ids), 'token')}", [tuple(part) for part in parts])
+        MarkedText(f"{document.name}: {count_text(len(document.input_ids), 'token')}", [tuple(part) for part in parts])
         for document, parts in shown
     ]
     return [Text("Marked text is learned; the rest is only read."), *rows]
@@ -61,7 +61,7 @@ def _document_table(facts: Facts, numbers: Sequence[int], note_of) -> Table:
 
 def _strangest(facts: Facts) -> list[Text | Table]:
     if not facts.strange:
-        return [Text(f"No document is unlike the others by {STRANGE:g} robust standard deviations.")]
+        return [Text(f"No document is unlike the others by {OUTLIER_DEVIATIONS:g} robust standard deviations.")]
     by_number = {outlier.number: f"{outlier.measure}: {outlier.values}" for outlier in facts.strange}
     return [_document_table(facts, list(by_number), by_number.get)]
 

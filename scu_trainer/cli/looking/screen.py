@@ -10,17 +10,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scu_trainer.cli.looking.facts import MOST_SHOWN, STRANGE, Facts, Stretch, bar, excerpt, histogram
+from scu_trainer.cli.looking.facts import MOST_SHOWN, OUTLIER_DEVIATIONS, Facts, TextSpan, bar, excerpt, histogram
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
-from scu_trainer.figures import counted, first_few
+from scu_trainer.figures import count_text, first_few
 
 LEARNED, OPEN, CLOSE = "bold green", "⟦", "⟧"
 BAR_WIDTH = 40
 
 
-def print_row(console: Console, document: Document, parts: Sequence[Stretch]) -> None:
+def print_row(console: Console, document: Document, parts: Sequence[TextSpan]) -> None:
     learned = int((document.labels != NOT_LEARNED).sum())
-    console.print(f"\n{document.name}: {counted(len(document.input_ids), 'token')}, {learned:,} learned", style="bold")
+    console.print(
+        f"\n{document.name}: {count_text(len(document.input_ids), 'token')}, {learned:,} learned", style="bold"
+    )
     console.print(_marked(console, parts), soft_wrap=True)
 
 
@@ -65,10 +67,10 @@ def _print_repeated(console: Console, facts: Facts) -> None:
 
 def _print_strange(console: Console, facts: Facts) -> None:
     if not facts.strange:
-        console.print(f"\nno document is unlike the others (by {STRANGE:g} robust standard deviations)")
+        console.print(f"\nno document is unlike the others (by {OUTLIER_DEVIATIONS:g} robust standard deviations)")
         return
     table = _excerpt_table(
-        f"the strangest (by {STRANGE:g} robust standard deviations or more)", "row", "what is strange", ""
+        f"the strangest (by {OUTLIER_DEVIATIONS:g} robust standard deviations or more)", "row", "what is strange", ""
     )
     for strange in facts.strange:
         table.add_row(
@@ -84,7 +86,7 @@ def _excerpt_table(title: str, *columns: str) -> Table:
     return table
 
 
-def _marked(console: Console, parts: Sequence[Stretch]) -> Any:
+def _marked(console: Console, parts: Sequence[TextSpan]) -> Any:
     if _has_color(console):
         return Text.assemble(*((part.text, LEARNED if part.is_learned else "dim") for part in parts))
     return Text("".join(f"{OPEN}{part.text}{CLOSE}" if part.is_learned else part.text for part in parts))

@@ -14,7 +14,7 @@ from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import ModelError
 from scu_trainer.hardware.needs import REPORTERS, needs_of, reporters_of
 from scu_trainer.hardware.requirements import RequirementStatus, all_required_met, check
-from scu_trainer.models.asking import switches_kept
+from scu_trainer.models.asking import torch_switches_restored
 from scu_trainer.models.loading.names import check_source
 from scu_trainer.train.run_directory.logs import run_log
 
@@ -31,7 +31,7 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
         # Without them the fields of a recipe are unknown, so only report that they are missing.
         print(render(check(Path("runs"), default_cache_dir(None))))
         return 2
-    with run_log(), switches_kept():  # for messages of libraries while they are loaded, as in train
+    with run_log(), torch_switches_restored():  # for messages of libraries while they are loaded, as in train
         findings = findings_of(configuration.read_values(config, flags))
         print(render(findings))
         if not all_required_met(findings):

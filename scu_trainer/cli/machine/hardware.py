@@ -16,7 +16,7 @@ from typing import Optional
 
 from scu_trainer.cli.fields import check_known
 from scu_trainer.cli.machine.optimize import optimize
-from scu_trainer.cli.machine.screens import plain, profile_facts, screen
+from scu_trainer.cli.machine.screens import profile_facts, reading_line, screen
 from scu_trainer.cli.main import facts_table, guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
@@ -25,7 +25,7 @@ from scu_trainer.hardware.probe import Accelerator, accelerators, installed_vers
 from scu_trainer.hardware.profile import profile
 from scu_trainer.hardware.watching.monitor import MonitorReading, device_name, find_target, readings
 from scu_trainer.hardware.watching.readings_csv import CsvLog
-from scu_trainer.run_files import gib
+from scu_trainer.run_files import format_gib
 from scu_trainer.shipped import recipe
 
 PLANS = ("recommend", "plan")
@@ -70,9 +70,9 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.action == "check" and not options.gpu:
-        check_known(flags, parser.of_action("check")._option_string_actions)
+        check_known(flags, parser.parser_of_action("check")._option_string_actions)
     elif flags:
-        parser.of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
+        parser.parser_of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
     if options.action == "profile":
         return _profile(options)
     if options.action == "monitor":
@@ -116,7 +116,10 @@ def _check_gpu() -> int:
         on_cpu = "scu-trainer train --use_cpu true"
         raise RequirementError(f"no GPU that torch can use: {_reason_for_no_gpu()}. Training on the CPU: {on_cpu}")
     for item in gpus:
-        print(f"{device_name(item)}: {gib(item.free_bytes)} free of {gib(item.total_bytes)}; {_abilities(item)}")
+        print(
+            f"{device_name(item)}: {format_gib(item.free_bytes)} free of {format_gib(item.total_bytes)}; "
+            f"{_abilities(item)}"
+        )
     return 0
 
 
@@ -165,7 +168,7 @@ def _monitor(options: argparse.Namespace) -> int:
                 if live is not None:
                     live.update(screen(last))
                 elif not only_rows:  # a pipe or a log: one line for each reading
-                    console.print(plain(last), soft_wrap=True)
+                    console.print(reading_line(last), soft_wrap=True)
     except KeyboardInterrupt:
         pass  # Ctrl-C is the usual way to leave a monitor
     if shows and last is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.errors import SettingsError, StorageError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.hardware.watching.leftovers import (
     SCRATCH,
     InUse,
@@ -27,7 +27,7 @@ from scu_trainer.hardware.watching.leftovers import (
     size_bytes,
     users,
 )
-from scu_trainer.run_files import free_bytes, read_json, readable
+from scu_trainer.run_files import format_bytes, free_bytes, read_json
 
 CACHE_KINDS = (
     "base", "datasets", "documents", "embedded", "images", "mixtures", "sampled", "sensors", "texts", "tokenized",
@@ -41,16 +41,16 @@ def optimize(options: argparse.Namespace) -> int:
     system."""
     if options.runs != "runs" and not Path(options.runs).expanduser().is_dir():
         raise SettingsError(f"--runs {options.runs} is not a folder; give the one that holds the runs")
-    leftovers = list(find(options))
+    leftovers = list(find_leftovers(options))
     free = [item for item in leftovers if item.used_by is None]
     _print_kept([item for item in leftovers if item.used_by is not None])
     if not free:
         print("0 bytes: nothing can be freed now" if leftovers else "0 bytes: scu-trainer has nothing to free")
         return 0
     for item in free:
-        print(f"free   {readable(item.size_bytes):>10}  {item.kind}: {item.path}")
-    count = counted(len(free), "entry", "entries")
-    print(f"sum    {readable(sum(item.size_bytes for item in free)):>10}  in {count}")
+        print(f"free   {format_bytes(item.size_bytes):>10}  {item.kind}: {item.path}")
+    count = count_text(len(free), "entry", "entries")
+    print(f"sum    {format_bytes(sum(item.size_bytes for item in free)):>10}  in {count}")
     if options.dry_run:
         print("nothing was removed; run it without --dry_run to remove it")
         return 0
@@ -66,7 +66,7 @@ def _print_kept(items: Sequence[Leftover]) -> None:
     for item in items:
         groups.setdefault((item.kind, item.used_by), []).append(item)
     for (kind, used_by), group in groups.items():
-        size = readable(sum(item.size_bytes for item in group))
+        size = format_bytes(sum(item.size_bytes for item in group))
         where = str(group[0].path) if len(group) == 1 else f"{len(group)} in {group[0].folder}"
         print(f"stays  {size:>10}  {kind}: {where}: {used_by}")
 
@@ -94,7 +94,7 @@ def _remove_all(items: Sequence[Leftover]) -> int:
             failed = True
             continue
         freed += item_bytes
-        print(f"freed  {readable(item_bytes):>10}  {item.path}")
+        print(f"freed  {format_bytes(item_bytes):>10}  {item.path}")
     print(f"freed  {freed:,} bytes in all")
     for device, folder in disks.items():
         gained = free_bytes(folder) - before[device]
@@ -105,7 +105,7 @@ def _remove_all(items: Sequence[Leftover]) -> int:
 # -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
-def find(options: argparse.Namespace) -> Iterator[Leftover]:
+def find_leftovers(options: argparse.Namespace) -> Iterator[Leftover]:
     """Yield all leftovers and caches of scu-trainer, whether they are in use or not."""
     from scu_trainer.data.store import default_cache_dir
     from scu_trainer.models.loading.offload_folder import MARKER, OURS

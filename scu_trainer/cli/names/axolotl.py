@@ -19,17 +19,17 @@ from scu_trainer.cli.names.common import (
     with_prompts,
 )
 from scu_trainer.cli.names.meaning import (
+    Alias,
     Meaning,
-    Nothing,
-    Same,
+    NoAction,
     Source,
     Switch,
     Table,
     boolean,
+    if_on,
     is_on,
     quantized,
     tuning,
-    where_on,
     words,
 )
 from scu_trainer.cli.names.trl import WITH_LOOPS
@@ -67,7 +67,7 @@ def _targets(value: Any, source: Source) -> Meaning:
     return targets(value, source)
 
 
-@where_on
+@if_on
 def _preferences(value: Any, source: Source) -> Meaning:
     raise SettingsError(f"{value} is another kind of training than next-token prediction; {WITH_LOOPS}")
 
@@ -106,7 +106,7 @@ def _total_batch(value: Any, source: Source) -> Meaning:
 def _per_epoch(kind: str) -> Any:
     """Return the reader of a number per epoch, which becomes a share of the run."""
 
-    @where_on
+    @if_on
     def read_rate(value: Any, source: Source) -> Meaning:
         if kind == "eval" and not _has_held_out(source):
             return Meaning(said="nothing is held out")
@@ -276,18 +276,18 @@ def _plugins(value: Any, source: Source) -> Meaning:
     return Meaning({"use_liger_kernel": True})
 
 
-PROGRAM = Nothing("it only controls how Axolotl itself works")
-KERNELS = where_on(Nothing("it selects a kernel with the same results; use_liger_kernel: true uses others here"))
+PROGRAM = NoAction("it only controls how Axolotl itself works")
+KERNELS = if_on(NoAction("it selects a kernel with the same results; use_liger_kernel: true uses others here"))
 WATCH = "a run ends when its loss diverges permanently, not when it is above a fixed value"
 
 TABLE: Table = {
-    "base_model": Same("model_name_or_path"),
+    "base_model": Alias("model_name_or_path"),
     "base_model_config": "the configuration is next to the weights: model_name_or_path",
-    "revision_of_model": Same("model_revision"),
+    "revision_of_model": Alias("model_revision"),
     "tokenizer_config": "the tokenizer is next to the model",
     **dict.fromkeys(("model_type", "type_of_model", "tokenizer_type", "processor_type", "is_llama_derived_model",
                      "is_mistral_derived_model", "is_falcon_derived_model", "is_qwen_derived_model"),
-                    Nothing("the class follows from config.json")),
+                    NoAction("the class follows from config.json")),
     **dict.fromkeys(("strict", "axolotl_config_path", "is_preprocess", "skip_prepare_dataset", "dataset_keep_in_memory",
                      "shuffle_merged_datasets", "dataset_shard_num", "dataset_shard_idx", "tokenizer_use_fast",
                      "tokenizer_legacy", "gc_steps", "sample_packing_group_size", "sample_packing_bin_size",
@@ -295,12 +295,12 @@ TABLE: Table = {
     "adapter": _adapter,
     "load_in_4bit": quantized(_adapts),
     "load_in_8bit": quantized(_adapts, load_in_8bit=True),
-    "lora_model_dir": Same("adapter_name_or_path"),
+    "lora_model_dir": Alias("adapter_name_or_path"),
     "lora_target_modules": _targets,
     "lora_target_linear": when_on(lora_target_modules=["all-linear"]),
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
     "lora_modules_to_save": several("modules_to_save"),
-    "lora_fan_in_fan_out": Nothing("peft detects it"),
+    "lora_fan_in_fan_out": NoAction("peft detects it"),
     "lora_on_cpu": "an adapter is loaded where it is trained",
     **dict.fromkeys(("use_kernels", "use_scattermoe", "use_sonicmoe", "fused_attn_kernel", "flash_attn_cross_entropy",
                      "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "cut_cross_entropy", "tiled_mlp",
@@ -309,7 +309,7 @@ TABLE: Table = {
     "peft_use_dora": boolean("use_dora"),
     "peft_use_rslora": boolean("use_rslora"),
     "peft_init_lora_weights": lambda value, source: Meaning({"init_lora_weights": str(value).lower()}),
-    "peft_layers_to_transform": Same("layers_to_transform"),
+    "peft_layers_to_transform": Alias("layers_to_transform"),
     "loraplus_lr_embedding": "embeddings use the same learning rate as all other weights",
     "relora": "adapters are not merged during training here",
     "unfrozen_parameters": several("trainable_parameters"),
@@ -324,7 +324,7 @@ TABLE: Table = {
     "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
     "tf32": _number_format("tf32", Meaning(said="it is on if the GPU supports it")),
     "gradient_checkpointing": checkpointing,
-    "gradient_checkpointing_kwargs": Nothing("checkpointing gives the same numbers either way"),
+    "gradient_checkpointing_kwargs": NoAction("checkpointing gives the same numbers either way"),
     "activation_offloading": "activations are not offloaded here; checkpoint_every_layer: true keeps fewer of them",
     **dict.fromkeys(
         ("xformers_attention", "sage_attention"),
@@ -335,20 +335,20 @@ TABLE: Table = {
     "datasets": _datasets,
     "test_datasets": _held_out_sets,
     "pretraining_dataset": _pretraining,
-    "dataset_prepared_path": Nothing("prepared data are kept in cache_dir, keyed by their source and settings"),
-    **dict.fromkeys(("dataset_processes", "dataset_num_proc"), Same("preprocessing_num_workers")),
+    "dataset_prepared_path": NoAction("prepared data are kept in cache_dir, keyed by their source and settings"),
+    **dict.fromkeys(("dataset_processes", "dataset_num_proc"), Alias("preprocessing_num_workers")),
     "dataset_exact_deduplication": "scu-trainer data lists repeated rows, but they are not removed",
     "push_dataset_to_hub": "prepared data are not uploaded",
     "val_set_size": held_out,
-    "sequence_len": Same("block_size"),
+    "sequence_len": Alias("block_size"),
     "eval_sequence_len": "held-out documents are scored in windows of block_size",
-    "excess_length_strategy": Nothing("nothing is truncated or dropped: a longer document continues in further rows"),
+    "excess_length_strategy": NoAction("nothing is truncated or dropped: a longer document continues in further rows"),
     "min_sample_len": "short rows are kept",
     "sample_packing": isolated_packing,
-    "eval_sample_packing": Nothing("held-out documents are scored one by one, in windows"),
-    "sample_packing_sequentially": Nothing(FILLED),
+    "eval_sample_packing": NoAction("held-out documents are scored one by one, in windows"),
+    "sample_packing_sequentially": NoAction(FILLED),
     **dict.fromkeys(("pad_to_sequence_len", "pad_to_multiple_of"), PADDED),
-    "batch_flattening": Nothing("rows of uneven length are cut into micro-batches without padding"),
+    "batch_flattening": NoAction("rows of uneven length are cut into micro-batches without padding"),
     "curriculum_sampling": "curriculum: length_warmup begins with short rows",
     "group_by_length": Switch({"train_sampling_strategy": "group_by_length"}),
     "train_on_inputs": with_prompts,
@@ -359,22 +359,22 @@ TABLE: Table = {
     "special_tokens": _special_tokens,
     "tokens": several("new_tokens"),
     "added_tokens_overrides": "add tokens: new_tokens",
-    "eot_tokens": Nothing("the end of a turn follows from the chat template"),
-    "resize_token_embeddings_to_32x": Nothing("the embedding grows only by the tokens that are added"),
-    "mean_resizing_embeddings": Nothing("new rows of an embedding begin at the mean of the others"),
-    "micro_batch_size": Same("per_device_train_batch_size"),
+    "eot_tokens": NoAction("the end of a turn follows from the chat template"),
+    "resize_token_embeddings_to_32x": NoAction("the embedding grows only by the tokens that are added"),
+    "mean_resizing_embeddings": NoAction("new rows of an embedding begin at the mean of the others"),
+    "micro_batch_size": Alias("per_device_train_batch_size"),
     "batch_size": _total_batch,
-    "eval_batch_size": Same("per_device_eval_batch_size"),
-    "num_epochs": Same("num_train_epochs"),
-    "optimizer": Same("optim"),
+    "eval_batch_size": Alias("per_device_eval_batch_size"),
+    "num_epochs": Alias("num_train_epochs"),
+    "optimizer": Alias("optim"),
     "optim_args": _optimizer_arguments,
-    "adam_eps": Same("adam_epsilon"),
-    "hf_use_auth_token": Nothing("your Hub token is used if you are logged in"),
-    "low_cpu_mem_usage": Nothing("weights are always loaded without a second copy"),
+    "adam_eps": Alias("adam_epsilon"),
+    "hf_use_auth_token": NoAction("your Hub token is used if you are logged in"),
+    "low_cpu_mem_usage": NoAction("weights are always loaded without a second copy"),
     "fsdp_version": "write it into fsdp_config: {version: 2}",
     "qat": "there is no quantization-aware training here",
     "quantize_moe_experts": "tuning: qlora quantizes linear layers; experts that are one tensor keep their type",
-    "freeze_mm_modules": Nothing("only text is trained on here"),
+    "freeze_mm_modules": NoAction("only text is trained on here"),
     **dict.fromkeys(("model_config", "overrides_of_model_config"), "write it into the config.json of the model"),
     "torchdistx_path": "adamw_anyprecision needs a package that is no longer maintained; dtype: bfloat16 picks another",
     "lr_scheduler": _scheduler,
@@ -384,26 +384,26 @@ TABLE: Table = {
     "saves_per_epoch": _per_epoch("save"),
     "use_tensorboard": Switch({"report_to": "tensorboard"}),
     **dict.fromkeys(("use_wandb", "wandb_project"), when_on(report_to="wandb")),
-    "wandb_name": Same("run_name"),
+    "wandb_name": Alias("run_name"),
     **{f"wandb_{name}": f"set the environment variable of W&B: WANDB_{name.upper()}=... before the command"
        for name in ("entity", "watch", "log_model", "mode", "run_id")},
     "use_mlflow": "report_to: mlflow",
     "use_comet": "report_to: comet_ml",
     "hub_model_id": lambda value, source: Meaning({"hub_model_id": value, "push_to_hub": True}),
     "loss_watchdog_threshold": lambda value, source: Meaning({"divergence": "stop"}, WATCH),
-    "loss_watchdog_patience": Nothing("read together with loss_watchdog_threshold"),
-    "auto_resume_from_checkpoints": Nothing("an unfinished run of the same configuration resumes automatically"),
-    "profiler_steps": Same("profile_steps"),
+    "loss_watchdog_patience": NoAction("read together with loss_watchdog_threshold"),
+    "auto_resume_from_checkpoints": NoAction("an unfinished run of the same configuration resumes automatically"),
+    "profiler_steps": Alias("profile_steps"),
     **dict.fromkeys(("include_tokens_per_second", "include_tkps"), Switch({"throughput": True})),
     "max_memory": "write max_gpu_mem, cpu_mem and device_map",
-    "gpu_memory_limit": Same("memory_limit_gb"),
+    "gpu_memory_limit": Alias("memory_limit_gb"),
     **dict.fromkeys(("sequence_parallel_degree", "context_parallel_size"), "a row is not split across GPUs here"),
     "tensor_parallel_size": "layers are not split across GPUs here; fsdp and deepspeed shard weights",
     "plugins": _plugins,
     **dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy",
                      "liger_layer_norm", "liger_cross_entropy", "liger_rms_norm_gated"),
-                    Nothing("read together with plugins")),
-    "generate_samples": Nothing("it concerns answers, not training"),
+                    NoAction("read together with plugins")),
+    "generate_samples": NoAction("it concerns answers, not training"),
 }  # fmt: skip
 
 SIGNS = {

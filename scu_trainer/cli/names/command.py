@@ -12,11 +12,11 @@ from scu_trainer.cli.configuration_file import read_file
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.names.known import known_names
-from scu_trainer.cli.names.tools import TOOLS, Imported, imported, tool_of
+from scu_trainer.cli.names.tools import TOOLS, Imported, import_configuration, tool_of
 from scu_trainer.cli.names.translation import entries_of
 from scu_trainer.cli.names.written import as_yaml, summary
 from scu_trainer.cli.parsing import Parser, require_new_file
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.run_files import write_text
 
 DESCRIPTION = """\
@@ -50,7 +50,7 @@ def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tu
     """Return the converted file, and the settings that flags override. Raises SettingsError."""
     known = known_names()
     if tool is not None and tool not in TOOLS:
-        raise SettingsError(f"--from {tool} is unknown{nearest(tool, TOOLS)}; known: {', '.join(TOOLS)}")
+        raise SettingsError(f"--from {tool} is unknown{did_you_mean(tool, TOOLS)}; known: {', '.join(TOOLS)}")
     overrides = entries_of(flags, known)
     try:
         entries = read_file(path)
@@ -61,7 +61,7 @@ def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tu
                 f"{'|'.join(TOOLS)}. Files of other programs are not read: write their settings with our names, which "
                 "scu-trainer train --print_config lists"
             )
-        converted = imported(tool, entries, known, path.parent, typed=overrides)
+        converted = import_configuration(tool, entries, known, path.parent, typed=overrides)
     except SettingsError as error:
         raise SettingsError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error
     check_values_early({**converted.settings, **overrides})

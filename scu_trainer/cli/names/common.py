@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any, Union, get_args, get_type_hints
 
 from scu_trainer.cli.names.meaning import (
+    Alias,
     Meaning,
-    Nothing,
+    NoAction,
     Reader,
-    Same,
     Source,
     Switch,
     Table,
     boolean,
+    if_on,
     is_on,
     quantized,
     tuning,
-    where_on,
     words,
 )
 from scu_trainer.errors import SettingsError
@@ -46,7 +46,7 @@ OPTIMIZERS = {
     "schedulefree": "schedule_free_adamw",
 }
 
-WORDS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
+VALUE_SPELLINGS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
     "dataset": {
         "cifar10": {"dataset": "uoft-cs/cifar10"},
         "cifar100": {"dataset": "uoft-cs/cifar100"},
@@ -120,7 +120,7 @@ def chat_template(value: Any, source: Source) -> Meaning:
 
 def when_on(**settings: Any) -> Reader:
     """Return the reader of a key that means these settings if its value is on."""
-    return where_on(lambda value, source: Meaning(settings))
+    return if_on(lambda value, source: Meaning(settings))
 
 
 def several(name: str) -> Any:
@@ -163,19 +163,19 @@ def adapts(value: Any, source: Source) -> Meaning:
     return tuning(source, adapts=is_on(value))
 
 
-PADDED = Nothing("rows are padded to the longest of their micro-batch, which changes no result")
+PADDED = NoAction("rows are padded to the longest of their micro-batch, which changes no result")
 REMOVED_FIELDS = {
-    "logging_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
-    "overwrite_output_dir": Nothing(
+    "logging_dir": NoAction("TensorBoard's files are in logs/tensorboard of output_dir"),
+    "overwrite_output_dir": NoAction(
         "no run is overwritten: an unfinished one of the same configuration resumes, another one starts next to it"
     ),
-    "overwrite_cache": Nothing(
+    "overwrite_cache": NoAction(
         "prepared data are keyed by their source and settings, and prepared again when these change"
     ),
-    "save_safetensors": Nothing("weights are always saved as safetensors"),
+    "save_safetensors": NoAction("weights are always saved as safetensors"),
     "tf32_mode": "write tf32: true or false",
     "fp16_opt_level": "transformers no longer supports apex; fp16: true is torch's own",
-    **dict.fromkeys(("half_precision_backend", "fp16_backend"), Nothing("transformers now has only torch's own")),
+    **dict.fromkeys(("half_precision_backend", "fp16_backend"), NoAction("transformers now has only torch's own")),
     "sharded_ddp": "use fsdp, or deepspeed",
     "tpu_num_cores": "TPUs are not supported here",
     "use_ipex": "torch's own kernels are used on CPUs",
@@ -212,10 +212,10 @@ ALIASES = {
 
 NAMES: Table = {
     **REMOVED_FIELDS,
-    **{alias: Same(name) for name, aliases in ALIASES.items() for alias in aliases},
+    **{alias: Alias(name) for name, aliases in ALIASES.items() for alias in aliases},
     "adafactor": Switch({"optim": "adafactor"}),
     "amp": Switch({"mixed_precision": "auto"}),
-    "bnb_4bit_compute_dtype": Nothing("computations with 4-bit weights use the type of mixed_precision"),
+    "bnb_4bit_compute_dtype": NoAction("computations with 4-bit weights use the type of mixed_precision"),
     "checkpoint_interval": "write save_strategy: epoch with save_epochs: N, or save_steps: N",
     "double_quantization": boolean("bnb_4bit_use_double_quant"),
     "early_stopping": "write early_stopping_patience: N, evaluations without an improvement",
@@ -227,8 +227,8 @@ NAMES: Table = {
     "log_file": "the log of a run is logs/train.log in its output_dir",
     "lora": Switch({"tuning": "lora"}, {"tuning": "full"}),
     "lora_modules_to_save": several("modules_to_save"),
-    "model": Same(lambda value: "architecture" if value in ARCHITECTURES else "model_name_or_path"),
-    "momentum": Same("optim_args", form="momentum={}"),
+    "model": Alias(lambda value: "architecture" if value in ARCHITECTURES else "model_name_or_path"),
+    "momentum": Alias("optim_args", form="momentum={}"),
     "multi_gpu": "start one process per GPU: torchrun --nproc_per_node 2 scripts/train.py ..., or accelerate launch",
     "no_amp": Switch({"mixed_precision": "no"}),
     "no_checkpointing": Switch({"checkpoint_every_layer": False}),
@@ -244,13 +244,13 @@ NAMES: Table = {
     "use_fp16": Switch({"mixed_precision": "fp16"}),
     "use_gradient_checkpointing": checkpointing,
     "use_lora": Switch({"tuning": "lora"}, {"tuning": "full"}),
-    "use_mps_device": Nothing("an Apple GPU is used if there is one"),
+    "use_mps_device": NoAction("an Apple GPU is used if there is one"),
     "use_nested_quant": boolean("bnb_4bit_use_double_quant"),
     "use_qlora": Switch({"tuning": "qlora"}),
     "val_size": held_out,
     "val_set_size": held_out,
     "warmup_ratio": share_of_warmup,
-    "zero_stage": Same("deepspeed", ZERO),
+    "zero_stage": Alias("deepspeed", ZERO),
     "4bit_quantization": Switch({"tuning": "qlora"}),
 }
 """Reader of each name that means the same everywhere, without dashes in front, and with underscores for hyphens."""

@@ -19,20 +19,20 @@ from scu_trainer.cli.names.common import (
     with_prompts,
 )
 from scu_trainer.cli.names.meaning import (
+    Alias,
     Meaning,
-    Nothing,
-    Same,
+    NoAction,
     Source,
     Switch,
     Table,
+    if_on,
     is_on,
     read,
     tuning,
-    where_on,
     words,
 )
 from scu_trainer.cli.names.trl import WITH_LOOPS
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 
 INFO = "dataset_info.json"
 PAIRS = ("dpo", "kto", "rm", "ppo")
@@ -80,7 +80,7 @@ def _quantizer(value: Any, source: Source) -> Meaning:
     raise SettingsError(f"{value} is not a quantization method here; use bnb")
 
 
-@where_on
+@if_on
 def _pissa(value: Any, source: Source) -> Meaning:
     return Meaning({"init_lora_weights": "pissa"}, "the decomposition is exact, and pissa_iter is ignored")
 
@@ -88,7 +88,7 @@ def _pissa(value: Any, source: Source) -> Meaning:
 def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
     """Return the reader of the switch for GaLore or APOLLO: an optimizer with its modules and arguments."""
 
-    @where_on
+    @if_on
     def read_switch(value: Any, source: Source) -> Meaning:
         modules = words(source.get(f"{name}_target", "all"))
         given = [f"{ours}={source.get(f'{name}_{theirs}')}" for theirs, ours in arguments.items()
@@ -171,7 +171,7 @@ def _info(path: Path, name: str) -> Mapping[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"cannot read {path}: {error}; it must be a JSON mapping of datasets") from error
     if not isinstance(info, dict):
-        raise SettingsError(f"{name} is not in {path}{nearest(name, entries)}")
+        raise SettingsError(f"{name} is not in {path}{did_you_mean(name, entries)}")
     return info
 
 
@@ -205,7 +205,7 @@ def _mix(value: Any, source: Source) -> Meaning:
     if value == "concat":
         return Meaning(said="sources are concatenated here too")
     if value not in known:
-        raise SettingsError(f"{value} is not a known way to mix datasets{nearest(str(value), known)}")
+        raise SettingsError(f"{value} is not a known way to mix datasets{did_you_mean(str(value), known)}")
     return Meaning({"stopping_strategy": known[value]})
 
 
@@ -215,9 +215,9 @@ def _packing(value: Any, source: Source) -> Meaning:
     return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")}, FILLED)
 
 
-ANSWERS = Nothing("it concerns answers, not training; docs/talk.md")
-PLOTS = Nothing("scu-trainer report RUN draws the curves")
-BADAM = Nothing("read together with use_badam")
+ANSWERS = NoAction("it concerns answers, not training; docs/talk.md")
+PLOTS = NoAction("scu-trainer report RUN draws the curves")
+BADAM = NoAction("read together with use_badam")
 VISION = (
     "image_max_pixels",
     "image_min_pixels",
@@ -238,14 +238,14 @@ TABLE: Table = {
     "finetuning_type": _tuning,
     "quantization_bit": _quantized,
     "quantization_method": _quantizer,
-    "quantization_type": Same("bnb_4bit_quant_type"),
-    "quantization_device_map": Same("device_map"),
+    "quantization_type": Alias("bnb_4bit_quant_type"),
+    "quantization_device_map": Alias("device_map"),
     "lora_target": targets,
     "additional_target": several("modules_to_save"),
     "create_new_adapter": "an adapter is trained further; merge it first for a new one: scu-trainer merge RUN",
     "pissa_init": _pissa,
     "pissa_iter": _option_of("pissa_init"),
-    "pissa_convert": Nothing("saved adapters already fit the original weights"),
+    "pissa_convert": NoAction("saved adapters already fit the original weights"),
     "loraplus_lr_embedding": "embeddings use the same learning rate as all other weights",
     "use_galore": _low_rank("galore", "galore_adamw", GALORE),
     "use_apollo": _low_rank("apollo", "apollo_adamw", APOLLO),
@@ -268,61 +268,61 @@ TABLE: Table = {
         else Meaning({"attn_implementation": ATTENTION.get(value, value)})
     ),
     "disable_gradient_checkpointing": lambda value, source: Meaning({"checkpoint_every_layer": not is_on(value)}),
-    "use_reentrant_gc": Nothing("checkpointing gives the same numbers either way"),
-    "low_cpu_mem_usage": Nothing("weights are always loaded without a second copy"),
-    "use_fast_tokenizer": Nothing("the fast tokenizers are used"),
+    "use_reentrant_gc": NoAction("checkpointing gives the same numbers either way"),
+    "low_cpu_mem_usage": NoAction("weights are always loaded without a second copy"),
+    "use_fast_tokenizer": NoAction("the fast tokenizers are used"),
     "upcast_layernorm": "norms keep the type of the weights: dtype",
-    "upcast_lmhead_output": Nothing("the loss is computed in float32"),
+    "upcast_lmhead_output": NoAction("the loss is computed in float32"),
     "train_from_scratch": "start from a folder with a config.json and no weights",
     "rope_scaling": "write it into the config.json of the model",
     "shift_attn": "there is no such attention here",
     "mixture_of_depths": "there is no such model here",
-    "use_unsloth": Nothing("Unsloth's kernels are not included here"),
-    "use_unsloth_gc": Nothing("checkpoint_every_layer gives the same numbers"),
+    "use_unsloth": NoAction("Unsloth's kernels are not included here"),
+    "use_unsloth_gc": NoAction("checkpoint_every_layer gives the same numbers"),
     "moe_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
-    "resize_vocab": Nothing("the embedding grows when tokens are added"),
+    "resize_vocab": NoAction("the embedding grows when tokens are added"),
     **dict.fromkeys(("add_tokens", "add_special_tokens"), several("new_tokens")),
     "hf_hub_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
-    "print_param_status": Nothing("the report names what is trained"),
+    "print_param_status": NoAction("the report names what is trained"),
     "template": chat_template,
     "dataset": _datasets,
     "eval_dataset": _held_out_set,
-    "dataset_dir": Nothing("read together with dataset"),
-    "media_dir": Nothing("this task does not support images in text"),
-    "cutoff_len": Same("block_size"),
+    "dataset_dir": NoAction("read together with dataset"),
+    "media_dir": NoAction("this task does not support images in text"),
+    "cutoff_len": Alias("block_size"),
     "train_on_prompt": with_prompts,
     "mask_history": "all answers of a conversation are learned",
-    "buffer_size": Nothing("a stream is shuffled with the default buffer of datasets"),
+    "buffer_size": NoAction("a stream is shuffled with the default buffer of datasets"),
     "mix_strategy": _mix,
-    "interleave_probs": Nothing("read together with dataset"),
-    "preprocessing_batch_size": Nothing("it changes no result"),
+    "interleave_probs": NoAction("read together with dataset"),
+    "preprocessing_batch_size": NoAction("it changes no result"),
     "max_samples": lambda value, source: (
         Meaning(said="read together with dataset") if source.get("dataset") else Meaning({"dataset_size": value})
     ),
-    "ignore_pad_token_for_loss": Nothing("padding is never learned"),
+    "ignore_pad_token_for_loss": NoAction("padding is never learned"),
     "val_size": held_out,
-    "eval_on_each_dataset": Nothing("a mixture is scored for each of its sources"),
+    "eval_on_each_dataset": NoAction("a mixture is scored for each of its sources"),
     "packing": _packing,
     "neat_packing": lambda value, source: (
         isolated_packing(value, source) if is_on(value) else Meaning(said="read together with packing")
     ),
-    "tool_format": Nothing("tools are written by the chat template"),
+    "tool_format": NoAction("tools are written by the chat template"),
     "default_system": "write it into the rows, in a column named system",
-    "enable_thinking": Nothing("reasoning in the rows is written by the chat template"),
-    "preserve_thinking": Nothing("reasoning in the rows is written by the chat template"),
-    "tokenized_path": Nothing("prepared data are kept in cache_dir, keyed by their source and settings"),
-    "data_shared_file_system": Nothing("one process prepares the data, the others wait"),
+    "enable_thinking": NoAction("reasoning in the rows is written by the chat template"),
+    "preserve_thinking": NoAction("reasoning in the rows is written by the chat template"),
+    "tokenized_path": NoAction("prepared data are kept in cache_dir, keyed by their source and settings"),
+    "data_shared_file_system": NoAction("one process prepares the data, the others wait"),
     "plot_loss": PLOTS,
     "include_effective_tokens_per_second": Switch({"throughput": True}),
     "compute_accuracy": "a language model is scored in bits per token; scu-trainer eval also runs tasks of lm-eval",
     "disable_shuffling": Switch({"train_sampling_strategy": "sequential"}),
-    "early_stopping_steps": Same("early_stopping_patience"),
+    "early_stopping_steps": Alias("early_stopping_patience"),
     "enable_torch_profiler": "write profile_steps: N",
     "use_swanlab": "report_to: tensorboard or wandb",
     "ray_num_workers": "Ray is not supported; docs/launch.md lists the launchers that are",
     "fp8": "there is no training in 8 bits here; optim: adamw_8bit and tuning: qlora save memory",
-    **dict.fromkeys(VISION, Nothing("only text is trained on here")),
-    **dict.fromkeys(("fp8_backend", "fp8_enable_fsdp_float8_all_gather"), Nothing("read together with fp8")),
+    **dict.fromkeys(VISION, NoAction("only text is trained on here")),
+    **dict.fromkeys(("fp8_backend", "fp8_enable_fsdp_float8_all_gather"), NoAction("read together with fp8")),
     **dict.fromkeys(("badam_mode", "badam_switch_mode", "badam_switch_interval", "badam_verbose"), BADAM),
     **dict.fromkeys(
         ("use_kt", "use_megatron_bridge", "use_mca"), "this program does not have that training method; docs/paths.md"

@@ -41,7 +41,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Same:
+class Alias:
     """An alias of the field ``name``, which may be a function of the value. ``values``: our spelling of values that
     differ here. ``form``: a template for the value."""
 
@@ -78,7 +78,7 @@ def boolean(name: str) -> Switch:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NoAction:
     """A key for which there is nothing to do, for the reason ``why``."""
 
     why: str
@@ -97,11 +97,11 @@ def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
     nothing."""
     reader = table[key]
     if isinstance(reader, str):
-        reader = where_on(lambda *_: Meaning(said=table[key], is_lost=True))
+        reader = if_on(lambda *_: Meaning(said=table[key], is_lost=True))
     return reader(value, source)
 
 
-def where_on(reader: Reader) -> Reader:
+def if_on(reader: Reader) -> Reader:
     """Return a reader that calls ``reader`` for values that are on. A value that is off needs no action."""
     return lambda value, source: reader(value, source) if is_on(value) else Meaning(said="off here too")
 
@@ -134,4 +134,4 @@ def tuning(source: Source, *, adapts: bool) -> Meaning:
 def quantized(adapts: Callable[[Source], bool], **more: Any) -> Reader:
     """Return the reader of a switch for weights in 4 bits, or in 8 bits with ``load_in_8bit`` among ``more``.
     ``adapts``: whether adapters are trained."""
-    return where_on(lambda value, source: Meaning({**tuning(source, adapts=adapts(source)).settings, **more}))
+    return if_on(lambda value, source: Meaning({**tuning(source, adapts=adapts(source)).settings, **more}))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.cli.names import axolotl, llama_factory, trl, unsloth
-from scu_trainer.cli.names.common import NAMES, NEEDED, PATHS, WORDS
+from scu_trainer.cli.names.common import NAMES, NEEDED, PATHS, VALUE_SPELLINGS
 from scu_trainer.cli.names.known import own_names
 from scu_trainer.cli.names.meaning import FALSE, TRUE, Meaning, Source, Table, read
-from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.base import plain
+from scu_trainer.errors import SettingsError, did_you_mean
+from scu_trainer.settings.base import as_typed
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ TOOLS = {
     "unsloth": Tool("Unsloth", unsloth.TABLE, unsloth.SIGNS, unsloth.defaults, unsloth.differences, unsloth.SECTIONS),
 }
 
-ANYWHERE: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
+ALL_KEYS: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
 """Keys that are understood as flags and in our own files. Where programs differ, ``NAMES`` decides."""
 
 
@@ -82,7 +82,7 @@ class Imported:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {**self.defaults, **together(self.keys)}
+        return {**self.defaults, **merged_settings(self.keys)}
 
     @property
     def lost(self) -> list[Key]:
@@ -140,7 +140,7 @@ def _tool_with_most_signs(signs_by_tool: Mapping[str, list[str]]) -> Optional[st
     return best[0] if best else None
 
 
-def imported(
+def import_configuration(
     name: str, entries: Mapping[str, Any], known: Collection[str], folder: Path, typed: Collection[str] = ()
 ) -> Imported:
     """Return what every key of a file means here. ``typed``: fields set by flags, which override the file. Raises
@@ -150,7 +150,7 @@ def imported(
     source = Source({key: value for key, value in flat.items() if key not in typed}, folder)
     keys = [Key(key, value, Meaning(said="overridden by a flag")) for key, value in flat.items() if key in typed]
     keys += keys_of(source, {**NAMES, **tool.table}, known, typed)
-    given = together(keys)
+    given = merged_settings(keys)
     defaults = {field: value for field, value in tool.defaults(source) if field not in given}
     return Imported(tool, keys, defaults, list(tool.differences(source)))
 
@@ -191,12 +191,12 @@ def _meaning(name: str, value: Any, source: Source, table: Table, known: Collect
     except (SettingsError, ValueError, TypeError) as error:
         reason = str(error) if isinstance(error, SettingsError) else f"{value!r} is not a valid value here"
         raise SettingsError(f"{name}: {reason}") from error
-    return Meaning(said=f"unknown here{nearest(name, [*known, *table])}", is_lost=True)
+    return Meaning(said=f"unknown here{did_you_mean(name, [*known, *table])}", is_lost=True)
 
 
 def hint(name: str, known: Collection[str]) -> str:
     """Return a phrase with the most similar name, of ours or of another program."""
-    return nearest(name, [*(known_name for known_name in known if not known_name.startswith("no_")), *ANYWHERE])
+    return did_you_mean(name, [*(known_name for known_name in known if not known_name.startswith("no_")), *ALL_KEYS])
 
 
 def is_path(name: str, value: Any) -> bool:
@@ -207,7 +207,7 @@ def is_path(name: str, value: Any) -> bool:
 def is_word(name: str, value: Any) -> bool:
     """Whether ``value`` of our field ``name`` is spelled differently here. A dataset that exists under that name
     wins."""
-    is_spelled_differently = isinstance(value, str) and value.lower() in WORDS.get(name, {})
+    is_spelled_differently = isinstance(value, str) and value.lower() in VALUE_SPELLINGS.get(name, {})
     return is_spelled_differently and not (name == "dataset" and Path(value).exists())
 
 
@@ -217,14 +217,14 @@ def _in_our_values(meaning: Meaning) -> Meaning:
         if not is_word(name, value):
             settings[name] = value
             continue
-        words = WORDS[name][value.lower()]
+        words = VALUE_SPELLINGS[name][value.lower()]
         if isinstance(words, str):
             raise SettingsError(f"{value} has no counterpart here: {words}")
         settings.update(words)
     return Meaning(settings, meaning.said, meaning.is_lost)
 
 
-def together(keys: Iterable[Key]) -> dict[str, Any]:
+def merged_settings(keys: Iterable[Key]) -> dict[str, Any]:
     """Return the settings of all keys. Raises SettingsError if two keys set a field to different values, or if a key
     needs a field that no key sets."""
     settings: dict[str, Any] = {}
@@ -256,4 +256,4 @@ def _conflict_message(first: Key, second: Key, field: str) -> str:
 def as_word(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(as_word, value))
-    return plain(value)
+    return as_typed(value)

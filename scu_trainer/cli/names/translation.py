@@ -13,9 +13,9 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from scu_trainer.cli.names.common import NEEDED, WORDS
+from scu_trainer.cli.names.common import NEEDED, VALUE_SPELLINGS
 from scu_trainer.cli.names.meaning import Source
-from scu_trainer.cli.names.tools import ANYWHERE, Key, as_word, is_path, is_word, keys_of, together
+from scu_trainer.cli.names.tools import ALL_KEYS, Key, as_word, is_path, is_word, keys_of, merged_settings
 from scu_trainer.cli.parsing import unknown_option
 from scu_trainer.errors import SettingsError
 
@@ -119,14 +119,14 @@ def _foreign_keys(entries: Mapping[str, Any], known: Collection[str]) -> dict[st
     foreign_names = [
         name
         for name, value in entries.items()
-        if is_path(name, value) or is_word(name, value) or (name not in known and name in ANYWHERE)
+        if is_path(name, value) or is_word(name, value) or (name not in known and name in ALL_KEYS)
     ]
-    table = {name: ANYWHERE[name] for name in foreign_names if name in ANYWHERE and name not in known}
+    table = {name: ALL_KEYS[name] for name in foreign_names if name in ALL_KEYS and name not in known}
     keys = {key.name: key for key in keys_of(Source(entries), table, entries)}
     lost = next((key for key in keys.values() if key.meaning.is_lost), None)
     if lost is not None:
         raise SettingsError(f"{lost.name} is unknown here: {lost.meaning.said}")
-    together(keys.values())
+    merged_settings(keys.values())
     return {name: keys[name] for name in foreign_names}
 
 
@@ -143,6 +143,8 @@ def _note(key: Key) -> str:
     settings = _settings_of(key)
     if not settings:
         return f"{key.name}: {key.meaning.said}"
-    shown_key = f"{key.name}: {as_word(key.value)}" if key.name in WORDS else key.name  # our name, with their value
+    shown_key = (
+        f"{key.name}: {as_word(key.value)}" if key.name in VALUE_SPELLINGS else key.name
+    )  # our name, with their value
     targets = [name if value == key.value else f"{name}: {as_word(value)}" for name, value in settings.items()]
     return f"{shown_key} as {', '.join(targets)}" + (f" ({key.meaning.said})" if key.meaning.said else "")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scu_trainer.cli.names.common import FILLED, PADDED, adapts, checkpointing, mixed, several, targets
-from scu_trainer.cli.names.meaning import Meaning, Nothing, Same, Source, Table, boolean, is_on, quantized
+from scu_trainer.cli.names.meaning import Alias, Meaning, NoAction, Source, Table, boolean, is_on, quantized
 from scu_trainer.errors import SettingsError
 
 OTHER_TRAINERS = (
@@ -79,38 +79,38 @@ def _adapts(source: Source) -> bool:
 
 TABLE: Table = {
     "activation_offloading": "activations are not offloaded here; checkpoint_every_layer: true keeps fewer of them",
-    "chat_template_path": Same("chat_template"),
+    "chat_template_path": Alias("chat_template"),
     "dataset_kwargs": "this command prepares the rows; see docs/data.md for the columns that it reads",
-    "dataset_num_proc": Same("preprocessing_num_workers"),
+    "dataset_num_proc": Alias("preprocessing_num_workers"),
     "dataset_streaming": boolean("streaming"),
     "dataset_test_split": _test_split,
-    "dataset_text_field": Same("text_column"),
-    "dataset_train_split": Same("dataset_split"),
+    "dataset_text_field": Alias("text_column"),
+    "dataset_train_split": Alias("dataset_split"),
     "datasets": lambda value, source: Meaning(mixed([_mixture_entry(entry) for entry in value])),
     "env": "set environment variables before the command: CUDA_VISIBLE_DEVICES=0 scu-trainer train ...",
     "eos_token": "the tokenizer's own end of text is used; change it there",
-    "eval_packing": Nothing("held-out documents are scored one by one, in windows"),
+    "eval_packing": NoAction("held-out documents are scored one by one, in windows"),
     "gradient_checkpointing": checkpointing,
-    "ignore_bias_buffers": Nothing("buffers need no setting here"),
+    "ignore_bias_buffers": NoAction("buffers need no setting here"),
     "load_in_4bit": quantized(_adapts),
     "load_in_8bit": quantized(_adapts, load_in_8bit=True),
     "lora_modules_to_save": several("modules_to_save"),
     "lora_target_modules": targets,
     "lora_target_parameters": "adapters go to modules here: lora_target_modules",
-    "lora_task_type": Nothing("the task determines it"),
+    "lora_task_type": NoAction("the task determines it"),
     "loss_type": _loss,
-    "max_length": Same("block_size"),
+    "max_length": Alias("block_size"),
     "model_init_kwargs": "give them by name: dtype, attn_implementation, model_revision, trust_remote_code",
     "packing_strategy": _packing_strategy,
     "pad_to_multiple_of": PADDED,
-    "pad_token": Nothing("padding is masked, whichever token it is"),
+    "pad_token": NoAction("padding is masked, whichever token it is"),
     "padding_free": _padding_free,
     "router_aux_loss_coef": "the auxiliary loss of experts is the model's own: output_router_logits of its config.json",
-    "shuffle_dataset": Nothing("rows are drawn in a new order in each epoch"),
-    "truncation_mode": Nothing("nothing is truncated: a longer document continues in further rows"),
+    "shuffle_dataset": NoAction("rows are drawn in a new order in each epoch"),
+    "truncation_mode": NoAction("nothing is truncated: a longer document continues in further rows"),
     "use_bnb_nested_quant": boolean("bnb_4bit_use_double_quant"),
     "use_peft": adapts,
-    "bnb_4bit_quant_storage": Nothing("it is for FSDP with 4-bit weights, which scu-trainer does not support"),
+    "bnb_4bit_quant_storage": NoAction("it is for FSDP with 4-bit weights, which scu-trainer does not support"),
     **dict.fromkeys(OTHER_TRAINERS, _other_trainer),
 }
 

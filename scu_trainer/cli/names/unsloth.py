@@ -7,16 +7,16 @@ from typing import Any
 
 from scu_trainer.cli.names.common import MERGING, checkpointing, isolated_packing, mixed, targets, when_on
 from scu_trainer.cli.names.meaning import (
+    Alias,
     Meaning,
-    Nothing,
-    Same,
+    NoAction,
     Source,
     Table,
     boolean,
+    if_on,
     is_on,
     quantized,
     tuning,
-    where_on,
 )
 from scu_trainer.errors import SettingsError
 
@@ -47,32 +47,32 @@ def _save_steps(value: Any, source: Source) -> Meaning:
     return Meaning({"save_strategy": "steps", "save_steps": value})
 
 
-@where_on
+@if_on
 def _local(value: Any, source: Source) -> Meaning:
     files = value if isinstance(value, list) else [value]
     return Meaning(mixed([{"dataset": file} for file in files]))
 
 
-@where_on
+@if_on
 def _bias(value: Any, source: Source) -> Meaning:
     raise SettingsError(f"{value}: biases are not trained with adapters here; leave the key out, or write none")
 
 
-ANSWERS = Nothing("it concerns answers, not training")
-PARTS = Nothing("a text model has only these parts; lora_target_modules names what is adapted")
-VISION = Nothing("only text is trained on here")
+ANSWERS = NoAction("it concerns answers, not training")
+PARTS = NoAction("a text model has only these parts; lora_target_modules names what is adapted")
+VISION = NoAction("only text is trained on here")
 
 TABLE: Table = {
-    "model": Same("model_name_or_path"),
-    "model_name": Same("model_name_or_path"),
-    "dataset": Same("dataset"),
+    "model": Alias("model_name_or_path"),
+    "model_name": Alias("model_name_or_path"),
+    "dataset": Alias("dataset"),
     "local_dataset": _local,
-    "format_type": Nothing("the columns of the data determine it"),
+    "format_type": NoAction("the columns of the data determine it"),
     "training_type": _tuning,
     "full_finetuning": _tuning,
     "load_in_4bit": quantized(_adapts),
     "load_in_8bit": quantized(_adapts, load_in_8bit=True),
-    "load_in_16bit": Nothing("frozen weights keep the type of their file"),
+    "load_in_16bit": NoAction("frozen weights keep the type of their file"),
     "max_steps": _zero_is_not_given("max_steps"),
     "num_epochs": _zero_is_not_given("num_train_epochs"),
     "save_steps": _save_steps,
@@ -82,10 +82,10 @@ TABLE: Table = {
     ),
     "gradient_checkpointing": checkpointing,
     "use_gradient_checkpointing": checkpointing,
-    "lora_r": _if_adapters(Same("lora_r")),
-    "r": _if_adapters(Same("lora_r")),
-    "lora_alpha": _if_adapters(Same("lora_alpha")),
-    "lora_dropout": _if_adapters(Same("lora_dropout")),
+    "lora_r": _if_adapters(Alias("lora_r")),
+    "r": _if_adapters(Alias("lora_r")),
+    "lora_alpha": _if_adapters(Alias("lora_alpha")),
+    "lora_dropout": _if_adapters(Alias("lora_dropout")),
     "target_modules": _if_adapters(targets),
     "use_rslora": _if_adapters(boolean("use_rslora")),
     "use_dora": _if_adapters(boolean("use_dora")),
@@ -99,17 +99,17 @@ TABLE: Table = {
     "finetune_attention_modules": PARTS,
     "finetune_mlp_modules": PARTS,
     "enable_wandb": when_on(report_to="wandb"),
-    "wandb_project": Nothing("set the environment variable of W&B: WANDB_PROJECT=... before the command"),
+    "wandb_project": NoAction("set the environment variable of W&B: WANDB_PROJECT=... before the command"),
     "wandb_token": "log in with wandb login, or set the environment variable WANDB_API_KEY",
     "hf_token": "log in with hf auth login, or set the environment variable HF_TOKEN",
     "enable_tensorboard": when_on(report_to="tensorboard"),
-    "tensorboard_dir": Nothing("TensorBoard's files are in logs/tensorboard of output_dir"),
-    "log_frequency": Same("logging_steps"),
-    "save_model": Nothing("the model is always saved"),
-    "save_path": Same("output_dir"),
+    "tensorboard_dir": NoAction("TensorBoard's files are in logs/tensorboard of output_dir"),
+    "log_frequency": Alias("logging_steps"),
+    "save_model": NoAction("the model is always saved"),
+    "save_path": Alias("output_dir"),
     "save_method": MERGING,
     "save_gguf": GGUF,
-    "quantization": Nothing("it concerns what is saved as GGUF"),
+    "quantization": NoAction("it concerns what is saved as GGUF"),
     "push_model": "scu-trainer push RUN --repo_id OWNER/NAME",
     "push_gguf": GGUF,
     "hub_path": "scu-trainer push RUN --repo_id OWNER/NAME",

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from scu_trainer.cli.names.tools import Imported, Key, together
+from scu_trainer.cli.names.tools import Imported, Key, merged_settings
 from scu_trainer.secrets import redact_data
 from scu_trainer.settings.base import short
 
@@ -22,7 +22,7 @@ def _lines(converted: Imported, overrides: Mapping[str, Any], path: Path) -> Ite
     title = converted.tool.title
     yield f"# {path.name} of {title}, by scu-trainer import."
     keys_by_field = _keys_of_fields(converted)
-    for name, value in {**overrides, **together(converted.keys)}.items():
+    for name, value in {**overrides, **merged_settings(converted.keys)}.items():
         remarks = ["set by a flag"] if name in overrides else []
         remarks += [_key_and_value(key) for key in keys_by_field.get(name, ()) if name in overrides or not key.is_ours]
         yield _yaml_line(name, overrides.get(name, value), "; ".join(remarks))

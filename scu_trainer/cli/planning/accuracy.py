@@ -11,14 +11,14 @@ from statistics import median
 from scu_trainer.cli.main import figures_table
 from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import StorageError
-from scu_trainer.figures import counted
-from scu_trainer.run_files import read_json, readable
+from scu_trainer.figures import count_text
+from scu_trainer.run_files import format_bytes, read_json
 
 METRICS = "scu_metrics.json"
 
 
 @dataclass(frozen=True)
-class Compared:
+class PeakComparison:
     """Predicted and measured peak of one run. ``error``: (predicted - measured) / measured."""
 
     run: str
@@ -46,13 +46,13 @@ def accuracy(folder: Path, as_json: bool) -> int:
         return 0
     print(_table(comparisons) if comparisons else f"no run in {folder} has both a prediction and a measured peak")
     if errors:
-        print(f"\n{counted(len(comparisons), 'run')}: median error {median(errors):.1%}, largest {max(errors):.1%}")
+        print(f"\n{count_text(len(comparisons), 'run')}: median error {median(errors):.1%}, largest {max(errors):.1%}")
     if summary["without_both"]:
         print(f"{summary['without_both']} more without a prediction or without a measured peak")
     return 0
 
 
-def compared(metrics: list[Path], folder: Path) -> Iterator[Compared]:
+def compared(metrics: list[Path], folder: Path) -> Iterator[PeakComparison]:
     """Yield the runs that have both figures."""
     for path in metrics:
         estimate = read_json(path).get("memory_estimate") or {}
@@ -60,13 +60,13 @@ def compared(metrics: list[Path], folder: Path) -> Iterator[Compared]:
         if predicted and measured:
             run_path = path.parent.relative_to(folder)
             name = folder.resolve().name if run_path == Path() else str(run_path)  # ``folder`` may be a run
-            yield Compared(name, predicted, measured)
+            yield PeakComparison(name, predicted, measured)
 
 
-def _table(comparisons: list[Compared]) -> str:
+def _table(comparisons: list[PeakComparison]) -> str:
     titles = ("run", "predicted", "measured", "error")
     rows = [
-        [item.run, readable(item.predicted_bytes), readable(item.measured_bytes), f"{item.error:+.1%}"]
+        [item.run, format_bytes(item.predicted_bytes), format_bytes(item.measured_bytes), f"{item.error:+.1%}"]
         for item in sorted(comparisons, key=lambda item: -abs(item.error))
     ]
     return rendered(figures_table(titles, rows, left=["run"], framed=False, overflow="fold"))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.names.translation import as_flags, without
-from scu_trainer.cli.planning.plan import is_accepted, limited, means, planned_choice, source_of
+from scu_trainer.cli.planning.plan import is_accepted, limited_target, means, planned_choice, source_of
 from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.hardware.recommend import ROUNDING, choices
 from scu_trainer.hardware.target import here
-from scu_trainer.run_files import read_json, readable
+from scu_trainer.run_files import format_bytes, read_json
 from scu_trainer.train.run_directory.resume import latest_run
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
@@ -74,7 +74,7 @@ def _paths(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tu
 def _planned_paths(config: Optional[str], flags: Sequence[str], job: Job) -> Iterator[tuple[dict[str, Any], str]]:
     from scu_trainer.train.memory_estimate.plan import choice_of
 
-    target = limited(here(job.training.use_cpu), None, job)
+    target = limited_target(here(job.training.use_cpu), None, job)
     source, requested, smallest = source_of(job, target), choice_of(job), None
     for choice in choices(requested, means(source, job, target), target.device):
         settings = choice.settings(requested)
@@ -88,7 +88,7 @@ def _planned_paths(config: Optional[str], flags: Sequence[str], job: Job) -> Ite
         if smallest and estimate.peak_bytes >= smallest.peak_bytes and estimate.lasting_bytes >= smallest.lasting_bytes:
             continue
         smallest = estimate
-        yield settings, f"predicted {readable(smallest.peak_bytes)} of {readable(target.limit_bytes)}"
+        yield settings, f"predicted {format_bytes(smallest.peak_bytes)} of {format_bytes(target.limit_bytes)}"
 
 
 def _settings_of_unfinished_run(job: Job) -> Optional[dict[str, Any]]:

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.configuration import read_job, read_values, typed_entries
 from scu_trainer.cli.fields import parse_with_fields
-from scu_trainer.cli.main import environment_kept, guarded
+from scu_trainer.cli.main import guarded, preserved_environment
 from scu_trainer.cli.names.translation import as_flags, without
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import screen as plan_screen
 from scu_trainer.cli.planning.accuracy import accuracy
-from scu_trainer.cli.planning.written import check_place, write
+from scu_trainer.cli.planning.written import check_output_path, write
 from scu_trainer.errors import DataError, ModelError, SettingsError, UserError
 from scu_trainer.hardware.estimate import MARGIN, OVERHEAD
 from scu_trainer.hardware.heap import keep_freed
-from scu_trainer.hardware.optimizer_bytes import uncounted
+from scu_trainer.hardware.optimizer_bytes import uncounted_state
 from scu_trainer.hardware.precision import DeviceFacts
 from scu_trainer.hardware.presets import parse_bytes
-from scu_trainer.hardware.recommend import Means, SettingChoice, choices
+from scu_trainer.hardware.recommend import AvailableChanges, SettingChoice, choices
 from scu_trainer.hardware.target import Target, here, named
 from scu_trainer.imports import without_collector
 from scu_trainer.models.loading.names import base_of, with_adapter_as_model
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.shipped import recipe
 from scu_trainer.train.run_directory.logs import run_log
@@ -94,7 +94,7 @@ def main(argv: list[str]) -> int:
     if options.here and (options.gpu or options.ram):
         raise SettingsError("--here means this machine, but --gpu or --ram describes another one; keep one of them")
     if options.output is not None:
-        check_place(options.output)
+        check_output_path(options.output)
     with without_collector(freeze=True), run_log():
         return _plan(options, flags)
 
@@ -105,10 +105,10 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
     target = _target_of(options, flags)
     job = _job_to_plan(options.config, flags, target)
     _warn_of_missing_data(job)
-    target = limited(target, options.limit, job)
+    target = limited_target(target, options.limit, job)
     source = source_of(job, target)
     facts = None if target.is_here else target.facts
-    tried = considered(source, job, target, lambda settings: is_accepted(options.config, flags, settings, facts))
+    tried = choices_to_report(source, job, target, lambda settings: is_accepted(options.config, flags, settings, facts))
     best = next((planned for planned in tried if planned.fits), None)
     report = {
         "machine": target.name,
@@ -118,7 +118,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         # Memory control shrinks micro-batches until they fit; without it they keep their size.
         "fits": tried[0].fits and (job.memory.memory_control or tried[0].step == tried[0].whole),
         "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
-        "not_counted": [text for text in (uncounted(tried[0].choice.optim), divided_by_zero3(job)) if text],
+        "not_counted": [text for text in (uncounted_state(tried[0].choice.optim), divided_by_zero3(job)) if text],
         "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
         "recommended": None if best is None else settings_of(best, tried[0], job, target.device),
     }
@@ -153,7 +153,7 @@ def _target_of(options: argparse.Namespace, flags: Sequence[str]) -> Target:
 
 def _job_to_plan(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
     job = read_job(config, flags, None if target.is_here else target.facts)
-    job.check_anywhere()
+    job.check_machine_independent()
     if job.data.streaming and job.kind.name != "text-generation":
         raise SettingsError("the rows of a stream are not known in advance; set streaming: false to plan")
     return job
@@ -162,17 +162,17 @@ def _job_to_plan(config: Optional[str], flags: Sequence[str], target: Target) ->
 def _warn_of_missing_data(job: Job) -> None:
     """Warn about a dataset that does not exist. A plan does not read text, so a misspelled path would otherwise only be
     noticed when training starts."""
-    from scu_trainer.data.sources import require_there
+    from scu_trainer.data.sources import require_existing_path
 
     names = [*dataset_names(job.data.dataset), *dataset_names(job.data.eval_dataset)]
     for name in names if job.kind.name == "text-generation" else ():
         try:
-            require_there(name)
+            require_existing_path(name)
         except (DataError, OSError) as error:  # also for a path without permission, which a plan does not need
             logger.warning("%s; a plan needs no data, but train needs them", error)
 
 
-def limited(target: Target, text: Optional[str], job: Job) -> Target:
+def limited_target(target: Target, text: Optional[str], job: Job) -> Target:
     """Return ``target`` with the limit that was typed, or with the lower of its own limit and ``memory_limit_gb``. On a
     CPU, the latter is for the whole process, while a prediction is for what training adds to it."""
     limit_gb = job.memory.memory_limit_gb
@@ -182,7 +182,7 @@ def limited(target: Target, text: Optional[str], job: Job) -> Target:
     left_bytes = max(0, round(limit_gb * 2**30) - held_bytes)
     if left_bytes >= target.limit_bytes:
         return target
-    less = f", less the {readable(held_bytes)} that a process holds without a model" if held_bytes else ""
+    less = f", less the {format_bytes(held_bytes)} that a process holds without a model" if held_bytes else ""
     return replace(target.limited(left_bytes), name=f"{target.name} (memory_limit_gb{less})")
 
 
@@ -213,7 +213,7 @@ def _configuration(job: Job) -> Any:
     training would refuse."""
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.causal import require_causal
-    from scu_trainer.models.loading.load import check_weights, config_of, load_tokenizer
+    from scu_trainer.models.loading.load import config_of, has_loadable_weights, load_tokenizer
     from scu_trainer.models.quantize import BITSANDBYTES, is_stored_quantized, stored_quantization
 
     model = job.model
@@ -223,7 +223,7 @@ def _configuration(job: Job) -> Any:
     if getattr(config, "architectures", None):  # those of trained weights name the head; a bare configuration may not
         require_causal(config, name)
     if Path(name).is_dir():  # for a Hub id nothing more is downloaded
-        if not check_weights(model):
+        if not has_loadable_weights(model):
             logger.warning("%s holds no weights: a plan needs none, but train needs them, and a tokenizer", name)
         else:
             load_tokenizer(model)
@@ -252,14 +252,16 @@ def is_accepted(
     from scu_trainer.train.step.distributed.deepspeed_start import process_group_kept
 
     try:
-        with environment_kept(), process_group_kept():  # DeepSpeed is not started
-            read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_anywhere()
+        with preserved_environment(), process_group_kept():  # DeepSpeed is not started
+            read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_machine_independent()
     except UserError:
         return False
     return True
 
 
-def considered(source: Source, job: Job, target: Target, accepts: Callable[[Mapping[str, Any]], bool]) -> list[Planned]:
+def choices_to_report(
+    source: Source, job: Job, target: Target, accepts: Callable[[Mapping[str, Any]], bool]
+) -> list[Planned]:
     """Return the requested choice, then choices that need less memory, up to the first that fits, then those that fit
     and are clearly faster than all before. ``accepts``: whether the job can be trained with other settings."""
     from scu_trainer.train.memory_estimate.plan import choice_of
@@ -326,7 +328,7 @@ def _stored_weights(choice: SettingChoice) -> tuple:
 
 def means(source: Source, job: Job, target: Target) -> Any:
     is_text = job.kind.name == "text-generation"
-    return Means(
+    return AvailableChanges(
         half=target.half,
         stored_half=is_text and source.stored_dtype in ("bfloat16", "float16"),
         adapters=is_text and not source.is_quantized,

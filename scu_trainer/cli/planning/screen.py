@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from scu_trainer.cli.main import figures_table, plain_console
 from scu_trainer.cli.names.translation import without
 from scu_trainer.hardware.recommend import CHANGES
-from scu_trainer.run_files import readable
-from scu_trainer.settings.base import plain
+from scu_trainer.run_files import format_bytes
+from scu_trainer.settings.base import as_typed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -79,14 +79,14 @@ def _headline(report: dict[str, Any]) -> str:
     is_smaller = shrunk["rows_per_chunk"] < asked["rows_per_chunk"]
     verdict = "fits" if shrunk["fits"] and not is_smaller else "does not fit"
     smaller = (
-        f" Micro-batches of {in_words(shrunk)} fit: {readable(shrunk['peak_bytes'])}."
+        f" Micro-batches of {in_words(shrunk)} fit: {format_bytes(shrunk['peak_bytes'])}."
         if shrunk["fits"] and is_smaller
         else ""
     )
     return (
-        f"As asked: {readable(asked['peak_bytes'])} at the peak, in micro-batches of {in_words(asked)}. That {verdict}."
-        f"{smaller}\nLimit: {readable(report['limit_bytes'])} of {report['machine']}, with {report['margin']:.0%} "
-        "kept free because predictions are not exact."
+        f"As asked: {format_bytes(asked['peak_bytes'])} at the peak, in micro-batches of {in_words(asked)}. That "
+        f"{verdict}.{smaller}\nLimit: {format_bytes(report['limit_bytes'])} of {report['machine']}, with "
+        f"{report['margin']:.0%} kept free because predictions are not exact."
     )
 
 
@@ -104,7 +104,7 @@ def _parts_table(asked: dict[str, Any]):
     for part, size in asked["parts"].items():
         if size >= 0.001 * asked["peak_bytes"]:
             bar = ProgressBar(total=largest, completed=size, width=30)
-            table.add_row(f"  {PART_NAMES.get(part, part)}", readable(size), bar)
+            table.add_row(f"  {PART_NAMES.get(part, part)}", format_bytes(size), bar)
     return table
 
 
@@ -112,8 +112,8 @@ def _choices_table(report: dict[str, Any]) -> Table:
     titles = ("settings", "peak", "micro-batch", "fits", "time", "changes")
     rows = [
         [
-            ", ".join(f"{name}: {plain(value)}" for name, value in choice["settings"].items()) or "as asked",
-            readable(choice["peak_bytes"]),
+            ", ".join(f"{name}: {as_typed(value)}" for name, value in choice["settings"].items()) or "as asked",
+            format_bytes(choice["peak_bytes"]),
             in_words(choice).removesuffix(" tokens"),
             "yes" if choice["fits"] else "no",
             f"{choice['relative_time']:.2f} x",
@@ -130,7 +130,7 @@ def _advice(report: dict[str, Any], words: Sequence[str]) -> list[str]:
         return ["\nNone of these fits. Take a smaller model, device_map, or a machine with more memory."]
     if not settings:
         return ["\nNothing has to be changed.", *_micro_batch_note(report)]
-    flags = [word for name, value in settings.items() for word in (f"--{name}", plain(value))]
+    flags = [word for name, value in settings.items() for word in (f"--{name}", as_typed(value))]
     command = shlex.join(["scu-trainer", "train", *without(words, settings), *flags])
     introduction = "The fastest that fits and changes the result least:"
     if settings.keys() == {"memory_limit_gb"}:

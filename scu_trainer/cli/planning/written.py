@@ -12,7 +12,7 @@ import yaml
 from scu_trainer.cli.parsing import require_new_file
 from scu_trainer.cli.planning.screen import in_words
 from scu_trainer.errors import SettingsError, StorageError
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 
 REASONS = {
     "tuning": "only adapters have gradients and optimizer states",
@@ -29,7 +29,7 @@ REASONS = {
 }
 
 
-def check_place(path: Path) -> None:
+def check_output_path(path: Path) -> None:
     """Raise SettingsError if ``path`` exists, cannot be created, or is not named like YAML."""
     require_new_file(path, "--output")
     if path.suffix not in (".yaml", ".yml"):
@@ -51,12 +51,12 @@ def _configuration_text(
     asked, changed = report["predicted"], report["recommended"]
     best = next(choice for choice in report["choices"] if choice["fits"])
     head = [
-        f"For {report['machine']}; it may use {readable(report['limit_bytes'])} of memory.",
+        f"For {report['machine']}; it may use {format_bytes(report['limit_bytes'])} of memory.",
         f"Read it with: {shlex.join(['scu-trainer', 'train', '--config', str(path)])}",
-        f"As asked it would take {readable(asked['peak_bytes'])} in micro-batches of {in_words(asked)}.",
+        f"As asked it would take {format_bytes(asked['peak_bytes'])} in micro-batches of {in_words(asked)}.",
     ]
     if best["peak_bytes"] != asked["peak_bytes"]:
-        head.append(f"So it takes {readable(best['peak_bytes'])} in micro-batches of {in_words(best)}.")
+        head.append(f"So it takes {format_bytes(best['peak_bytes'])} in micro-batches of {in_words(best)}.")
     kept = {name: value for name, value in entries.items() if name not in changed}
     parts = ["".join(f"# {line}\n" for line in head)]
     parts += [_commented_entry(name, value, "as asked") for name, value in kept.items()]

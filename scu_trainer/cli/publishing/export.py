@@ -18,25 +18,25 @@ from scu_trainer.cli.publishing.merge import (
     DTYPES,
     Conversion,
     MergeOptions,
-    disk_reported,
+    disk_errors_reported,
     merge,
     output_of,
     require_new,
     require_size,
     require_space,
-    shown,
+    shown_path,
     write_new,
 )
 from scu_trainer.cli.publishing.merge import screen as merged_screen
 from scu_trainer.cli.subjects import Subject, subject_of
-from scu_trainer.errors import ModelError, SettingsError, nearest, require_packages
+from scu_trainer.errors import ModelError, SettingsError, did_you_mean, require_packages
 from scu_trainer.hub.facts import EXPORT_FILE
 from scu_trainer.models.export import CLASSES, write_model
 from scu_trainer.models.exports import gguf
 from scu_trainer.models.loading.load import causal_config
 from scu_trainer.models.loading.names import base_of, is_adapter
 from scu_trainer.models.merge import full_weights
-from scu_trainer.run_files import read_json, readable, write_json, write_text
+from scu_trainer.run_files import format_bytes, read_json, write_json, write_text
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.run_directory.logs import run_log
 
@@ -93,8 +93,8 @@ def _parser() -> Parser:
 def _parse_outtype(word: str) -> str:
     if word not in gguf.OUTTYPES:
         raise argparse.ArgumentTypeError(
-            f"{word!r} is none of {', '.join(gguf.OUTTYPES)}{nearest(word, gguf.OUTTYPES)}; smaller types are made "
-            "of an f16 file by llama.cpp (llama-quantize IN.gguf OUT.gguf Q4_K_M) or Ollama (ollama create NAME "
+            f"{word!r} is none of {', '.join(gguf.OUTTYPES)}{did_you_mean(word, gguf.OUTTYPES)}; smaller types are "
+            "made of an f16 file by llama.cpp (llama-quantize IN.gguf OUT.gguf Q4_K_M) or Ollama (ollama create NAME "
             "-q q4_K_M -f Modelfile)"
         )
     return word
@@ -126,7 +126,7 @@ def screen(facts: dict[str, Any]) -> str:
     positions = facts.get("positions")
     likely = f"; the most likely token is the same at {facts['same_likeliest']} of {positions}" if positions else ""
     lines = [
-        f"exported: {shown(facts['output'])}",
+        f"exported: {shown_path(facts['output'])}",
         *_files(facts["files"]),
         f"  written by {facts['written_by']}, read back by {facts['read_by']}, on {facts['rows']} rows{tokens} of "
         f"{facts['checked_on']}:",
@@ -141,7 +141,7 @@ def _files(sizes: dict[str, int]) -> list[str]:
     """Return a line for each large file, and the number of smaller ones."""
     large = {name: size for name, size in sizes.items() if size >= max(sizes.values()) / 20}
     remainder = f"  and {len(sizes) - len(large)} smaller" if len(sizes) > len(large) else ""
-    lines = [f"  {name}  {readable(size)}" for name, size in large.items()]
+    lines = [f"  {name}  {format_bytes(size)}" for name, size in large.items()]
     return [*lines[:-1], lines[-1] + remainder]
 
 
@@ -200,7 +200,7 @@ class _Exporting(Conversion):
 
     def build(self, folder: Path) -> None:
         """Write all files of the export. Raises ModelError if the result is not the same model as that of the run."""
-        with disk_reported(folder):
+        with disk_errors_reported(folder):
             {"safetensors": self._safetensors, "onnx": self._onnx}.get(self.options.format, self._gguf)(folder)
         self.facts["files"] = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
         write_json(folder / EXPORT_FILE, self.facts)
@@ -222,7 +222,7 @@ class _Exporting(Conversion):
         weights = folder / "weights"
         weights.mkdir()
         self._write_weights(weights)
-        gguf.take_sentencepiece(self._sources(), weights)
+        gguf.copy_sentencepiece_model(self._sources(), weights)
         gguf.write_gguf(
             weights, folder / f"{self._name()}-{{ftype}}.gguf", self.options.outtype, self.options.converter
         )
@@ -285,7 +285,7 @@ class _Exporting(Conversion):
         return Path(self.facts["output"]).name.removesuffix(f"-{self.options.format}")
 
     def _shown(self) -> str:
-        return shown(self.facts["output"])
+        return shown_path(self.facts["output"])
 
     def _typed(self, file: str = "") -> str:
         """Return a path in the output as an argument of a command, quoted if it has spaces."""

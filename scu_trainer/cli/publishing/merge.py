@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional, Self
 
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.origin import adapter_hash, run_behind
+from scu_trainer.cli.origin import adapter_hash, source_run_of
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import MERGED, Subject, positions_of, split_seed, subject_of
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError, StorageError
@@ -25,18 +25,18 @@ from scu_trainer.hub.card import CARD, base_license, card_of
 from scu_trainer.hub.facts import MERGE_FILE, facts_of
 from scu_trainer.hub.local_paths import public_name
 from scu_trainer.models.export import CLASSES, export_dtype, needed_bytes, read_back, require_same_logits, write_model
-from scu_trainer.models.loading.names import is_adapter, near_folder
+from scu_trainer.models.loading.names import is_adapter, nearest_folder_hint
 from scu_trainer.models.loading.sizes import weight_counts
 from scu_trainer.models.merge import merge_adapter
 from scu_trainer.run_files import (
-    make_room,
-    readable,
+    format_bytes,
+    free_space_hint,
     require_room,
     require_writable,
     write_json,
     write_text,
 )
-from scu_trainer.safe_paths import no_option
+from scu_trainer.safe_paths import safe_argument
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.mixture import dataset_names
 from scu_trainer.settings.tasks import TEXT
@@ -133,19 +133,19 @@ def screen(facts: dict[str, Any]) -> str:
     tokens = "" if facts["tokens"] is None else f" ({facts['tokens']:,} tokens)"
     return "\n".join(
         [
-            f"merged: {shown(facts['output'])}",
-            f"  {facts['weights']:,} weights in {facts['dtype']}, {readable(facts['size_bytes'])}",
+            f"merged: {shown_path(facts['output'])}",
+            f"  {facts['weights']:,} weights in {facts['dtype']}, {format_bytes(facts['size_bytes'])}",
             f"  checked on {facts['rows']} rows{tokens} of {facts['checked_on']}:",
             f"  logits differ by {facts['difference']:.1e} of the largest, {facts['tolerance']:g} is allowed",
-            f"next: scu-trainer push {shlex.quote(shown(facts['output']))} --repo_id OWNER/NAME --dry_run",
+            f"next: scu-trainer push {shlex.quote(shown_path(facts['output']))} --repo_id OWNER/NAME --dry_run",
         ]
     )
 
 
-def shown(output: str) -> str:
+def shown_path(output: str) -> str:
     """Return a path as the user would type it in the current folder."""
     path = Path(output)
-    return no_option(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else output)
+    return safe_argument(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else output)
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def require_new(output: Path) -> None:
 def write_new(output: Path, build: Callable[[Path], None]) -> None:
     """Create ``output`` atomically with ``build(folder)``. Raises StorageError if it cannot be written, or if another
     process was faster."""
-    from scu_trainer.data.store import built_once
+    from scu_trainer.data.store import build_once
 
     built: list[Path] = []
 
@@ -187,7 +187,7 @@ def write_new(output: Path, build: Callable[[Path], None]) -> None:
         built.append(folder)
 
     try:
-        built_once(output, build_here)
+        build_once(output, build_here)
     finally:
         output.with_name(f"{output.name}.lock").unlink(missing_ok=True)
     if not built:
@@ -198,8 +198,8 @@ def _require_adapter(subject: Subject) -> None:
     source = Path(subject.source)
     if not source.is_dir():
         raise ModelError(
-            f"{subject.name} is neither a folder{near_folder(subject.name)} nor an adapter on the Hub; give a run, "
-            "checkpoint or adapter"
+            f"{subject.name} is neither a folder{nearest_folder_hint(subject.name)} nor an adapter on the Hub; give a "
+            "run, checkpoint or adapter"
         )
     if not is_adapter(source):
         raise ModelError(
@@ -220,8 +220,8 @@ def require_space(subject: Subject, output: Path, options: MergeOptions, beside_
     available = probe().ram_available_bytes
     if memory > available:
         raise RequirementError(
-            f"merging {counts['weights']:,.0f} weights takes about {readable(memory)} of main memory (two "
-            f"float32 copies and the model), but only {readable(available)} are free; merge on a machine with more"
+            f"merging {counts['weights']:,.0f} weights takes about {format_bytes(memory)} of main memory (two "
+            f"float32 copies and the model), but only {format_bytes(available)} are free; merge on a machine with more"
         )
     require_room(output.parent, disk + int(counts["weights"] * beside_bytes), "--output")
 
@@ -243,12 +243,12 @@ class Conversion:
         """Load the model and the rows to check on. ``about``: the first facts."""
         if subject.averages is not None:
             logger.warning("%s: its weights are taken, not their moving averages (%s)", subject.name, subject.averages)
-        parts, checked_on = loaded_with_rows(subject)
+        parts, checked_on = load_with_rows(subject)
         dtype, inputs = export_dtype(parts.model, options.dtype), rows_to_check_on(parts)
         facts = {
             "format": 1,
             **about,
-            "run": run_behind(Path(subject.source)),
+            "run": source_run_of(Path(subject.source)),
             "answers_plain_text": subject.answers_plain_text,
             "output": str(output),
             "dtype": str(dtype).removeprefix("torch."),
@@ -263,9 +263,9 @@ class Conversion:
         device = next(self.parts.model.parameters()).device
         model = read_back(folder, self.subject.task, device, self.options.trust_remote_code)
         if self.subject.task != TEXT:  # images are bytes until the model gets them
-            from scu_trainer.models.vision.models import watch_pixels
+            from scu_trainer.models.vision.models import attach_pixel_inputs
 
-            watch_pixels(model, self.parts.processor)
+            attach_pixel_inputs(model, self.parts.processor)
         difference, tolerance = require_same_logits(self.parts.model, model, self.inputs, self.dtype)
         self.facts |= {"difference": difference, "tolerance": tolerance}
         return model
@@ -275,7 +275,7 @@ class _Merging(Conversion):
     """The merge of an adapter into its base. Its facts are those of merge.json."""
 
     def build(self, folder: Path) -> None:
-        with disk_reported(folder):
+        with disk_errors_reported(folder):
             merged = merge_adapter(self.parts.model, self.dtype)
             write_model(merged, self.parts.processor, folder, self.options.max_shard_size)
         del merged
@@ -292,7 +292,7 @@ class _Merging(Conversion):
 
 
 @contextlib.contextmanager
-def disk_reported(folder: Path) -> Iterator[None]:
+def disk_errors_reported(folder: Path) -> Iterator[None]:
     from scu_trainer.train.checkpoints.writer import is_write_error
 
     try:
@@ -300,13 +300,13 @@ def disk_reported(folder: Path) -> Iterator[None]:
     except Exception as error:  # the tokenizers library raises nothing more specific
         if not is_write_error(error):
             raise
-        raise StorageError(f"{folder.parent} cannot hold the model: {error}; {make_room()} there") from error
+        raise StorageError(f"{folder.parent} cannot hold the model: {error}; {free_space_hint()} there") from error
 
 
 # -- rows to check on --------------------------------------------------------------------------------------------------
 
 
-def loaded_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
+def load_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
     """Load the model and rows, and return them with a description of the rows. They are those that the run held out, if
     its data still exist."""
     from scu_trainer.train.job.source import Source

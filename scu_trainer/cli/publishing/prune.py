@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.origin import lost_run, of_its_run, run_behind
+from scu_trainer.cli.origin import lost_run_message, source_run_of, with_source_run
 from scu_trainer.cli.parsing import Parser, add_consent
-from scu_trainer.cli.publishing.merge import default_output, require_new, shown, write_new
+from scu_trainer.cli.publishing.merge import default_output, require_new, shown_path, write_new
 from scu_trainer.cli.subjects import Subject, held_out_settings, subject_of
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.hub.facts import PRUNE_FILE
 from scu_trainer.models.export import write_model
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.models.prune import measure_statistics_again, plan_pruning, pruned
-from scu_trainer.run_files import readable, write_json
+from scu_trainer.models.prune import plan_pruning, pruned, recompute_batchnorm_statistics
+from scu_trainer.run_files import format_bytes, write_json
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.tasks import task_of
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
         raise SettingsError(f"amount is {typed.amount:g}; allowed: above 0 and below 1, such as 0.25")
     subject = subject_of(typed.run).consenting(typed, device_map=None, tuning="lora")  # keeps the type of the files
     _require_prunable(subject, typed.dataset)
-    if typed.seed is not None and of_its_run(subject).run is not None:
+    if typed.seed is not None and with_source_run(subject).run is not None:
         raise SettingsError(f"seed has no effect on {subject.name}: its run determines what is held out; drop it")
     source = Path(subject.source)
     output = source.parent / f"{source.name}-pruned" if typed.output is None else Path(typed.output)
@@ -94,14 +94,14 @@ def _require_prunable(subject: Subject, dataset: Optional[str]) -> None:
     if not source.is_dir():
         raise ModelError(f"{subject.name} is not a folder here; download the model and give its folder")
     if is_adapter(source):
-        adapter, merged = shlex.quote(subject.name), shlex.quote(shown(str(default_output(subject))))
+        adapter, merged = shlex.quote(subject.name), shlex.quote(shown_path(str(default_output(subject))))
         raise ModelError(
             f"{subject.name} is an adapter; merge it first: scu-trainer merge {adapter}, then scu-trainer prune "
             f"{merged} --dataset NAME, with the data to score it on"
         )
     if subject.task not in TASKS:
         raise ModelError(f"{subject.name} is of task: {subject.task}; prune is for {' and '.join(TASKS)}")
-    if dataset is None and of_its_run(subject).run is None:
+    if dataset is None and with_source_run(subject).run is None:
         raise DataError(f"{subject.name} belongs to no run here, so its data are unknown; add --dataset NAME")
 
 
@@ -110,13 +110,13 @@ def _job_flags(subject: Subject, dataset: Optional[str]) -> str:
     flags = "" if dataset is None else f" --dataset {shlex.quote(dataset)}"
     if subject.run is None and dataset is not None:
         return flags if subject.task == TEXT else f" --task {subject.task}{flags}"
-    settings = shown(str(Path(run_behind(Path(subject.source))["folder"]) / "training_config.json"))
+    settings = shown_path(str(Path(source_run_of(Path(subject.source))["folder"]) / "training_config.json"))
     return f" --config {shlex.quote(settings)}{flags}"
 
 
 def screen(facts: dict[str, Any], job_flags: str) -> str:
     before, after = facts["before"], facts["after"]
-    output, source = shown(facts["output"]), shown(facts["source"])
+    output, source = shown_path(facts["output"]), shown_path(facts["source"])
     units = "; ".join(
         f"{kind} {', '.join(f'{count} to {kept}' for count, kept in sizes)}" for kind, sizes in facts["units"].items()
     )
@@ -126,7 +126,7 @@ def screen(facts: dict[str, Any], job_flags: str) -> str:
         f"pruned: {output}",
         f"  {units}",
         f"  weights: {before['weights']:,} before, {after['weights']:,} after",
-        f"  bytes: {readable(before['size_bytes'])} before, {readable(after['size_bytes'])} after",
+        f"  bytes: {format_bytes(before['size_bytes'])} before, {format_bytes(after['size_bytes'])} after",
         f"  held-out bits per {facts['unit']}: {before['bits']:.3f} before, {after['bits']:.3f} after "
         f"({change['value']:+.3f}{bounds})",
     ]
@@ -152,10 +152,10 @@ def prune(
     """
     from scu_trainer.train.job.source import Source
 
-    learned = of_its_run(subject)
+    learned = with_source_run(subject)
     data, seed = held_out_settings(learned, data_options, seed)
     with run_log():
-        if (lost := lost_run(learned)) is not None:
+        if (lost := lost_run_message(learned)) is not None:
             logger.warning("%s: it may have learned some of the documents that it is scored on", lost)
         pruning = _Pruning(subject, amount, kinds, Source(subject.model, data, learned.own(subject.task), seed), output)
         write_new(output, pruning.build)
@@ -170,7 +170,7 @@ class _Pruning:
         self.facts: dict[str, Any] = {
             "format": 1,
             "source": subject.source,
-            "run": run_behind(Path(subject.source)),
+            "run": source_run_of(Path(subject.source)),
             "answers_plain_text": subject.answers_plain_text,
             "output": str(output),
             "amount": amount,
@@ -184,7 +184,9 @@ class _Pruning:
         plan = plan_pruning(parts.model, self.facts["amount"], self.kinds)
         scores_before = self._scores(parts)
         pruned_model = pruned(parts.model, plan, _batches(parts))
-        measure_statistics_again(pruned_model, ({k: v.cpu() for k, v in batch.items()} for batch in _batches(parts)))
+        recompute_batchnorm_statistics(
+            pruned_model, ({k: v.cpu() for k, v in batch.items()} for batch in _batches(parts))
+        )
         write_model(pruned_model, parts.processor, folder, "5GB")
         reloaded = self.task.load_scored(
             replace(self.source, model=replace(self.source.model, model_name_or_path=str(folder)))
@@ -217,11 +219,11 @@ def _model_figures(parts: TrainingComponents, scores: DocumentScores) -> dict[st
 
 def _batches(parts: TrainingComponents) -> Iterator[dict[str, Any]]:
     """Yield batches of training rows, on which nothing is scored."""
-    from scu_trainer.models.vision.inputs import as_seen_by
+    from scu_trainer.models.vision.inputs import process_images_for
     from scu_trainer.train.evaluation.scoring import MODEL_INPUTS
 
     rows, device = parts.data.train, input_device(parts.model)
     for start in range(0, min(MEASURED_ROWS, len(rows)), ROWS_AT_ONCE):
         batch = parts.collator([rows[number] for number in range(start, min(start + ROWS_AT_ONCE, len(rows)))])
         batch = {name: batch[name].to(device) for name in (*MODEL_INPUTS, "pixel_values") if name in batch}
-        yield as_seen_by(parts.model, batch)
+        yield process_images_for(parts.model, batch)

@@ -16,13 +16,13 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import add_merge_options, default_output, merge, merge_options
 from scu_trainer.cli.subjects import Subject, refuse_name_of_run, subject_of
 from scu_trainer.errors import HubError, ModelError, SettingsError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.hub.card import CARD, base_license
 from scu_trainer.hub.facts import Facts, facts_of
-from scu_trainer.hub.files import Upload, require_shared_base, upload_of
+from scu_trainer.hub.files import Upload, collect_upload, require_shared_base
 from scu_trainer.hub.push import push, require_repo_id, require_revision, sent_notes, token_for
-from scu_trainer.models.loading.names import near_folder
-from scu_trainer.run_files import readable
+from scu_trainer.models.loading.names import nearest_folder_hint
+from scu_trainer.run_files import format_bytes
 from scu_trainer.secrets import remember
 
 DESCRIPTION = """\
@@ -82,8 +82,8 @@ def _prepared_upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional
     refuse_name_of_run(typed.run)
     if not path.is_dir():
         raise ModelError(
-            f"{typed.run} is not a folder here{near_folder(typed.run)}; give the folder of a run, of a checkpoint or "
-            "of a merged model"
+            f"{typed.run} is not a folder here{nearest_folder_hint(typed.run)}; give the folder of a run, of a "
+            "checkpoint or of a merged model"
         )
     subject = subject_of(typed.run)
     facts, merged = facts_of(path)
@@ -98,7 +98,7 @@ def _prepared_upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional
         _require_text_task(facts, typed.run)
         require_shared_base(facts, typed.base_model)
     license = typed.license or base_license(str(merged or facts.weights)) or base_license(facts.base)
-    return facts, upload_of(facts, typed.repo_id, license, typed.base_model, merged), license
+    return facts, collect_upload(facts, typed.repo_id, license, typed.base_model, merged), license
 
 
 def _require_same_adapter(facts: Facts, merged: Path) -> None:
@@ -150,7 +150,7 @@ def screen(upload: Upload, typed: argparse.Namespace, license: Optional[str]) ->
     visibility = "private" if typed.private else "public, unless it exists and is private"
     lines = [f"to {typed.repo_id}, branch {typed.revision or 'main'} ({visibility})", ""]
     lines += [f"  {item.path_in_repo:<{WIDTH}} {item.size_bytes:>15,} bytes" for item in upload.items]
-    total = f"{counted(len(upload.items), 'file')}, {readable(upload.size_bytes)}"
+    total = f"{count_text(len(upload.items), 'file')}, {format_bytes(upload.size_bytes)}"
     lines += [f"  {total:<{WIDTH}} {upload.size_bytes:>15,} bytes", ""]
     lines += _left_out_lines(upload)
     lines.append(f"license: {license or 'not stated; --license names one'}")
@@ -180,7 +180,7 @@ def _as_dict(upload: Upload, typed: argparse.Namespace) -> dict:
 
 
 def _pushed_screen(sent: dict, upload: Upload) -> str:
-    files = f"{sent['files']} files ({readable(sent['size_bytes'])})"
+    files = f"{sent['files']} files ({format_bytes(sent['size_bytes'])})"
     line = f"pushed {files} as one commit" if sent["is_changed"] else f"unchanged: the Hub has all {files} already"
     notes = ["card: README.md was edited, and was sent as it is"] if upload.edited else []
     notes += [f"stays here: {name} ({reason})" for name, reason in upload.left_out if name == CARD]

@@ -16,7 +16,7 @@ from scu_trainer.report.pages import page_of, plots_of
 from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png
 from scu_trainer.report.settings_table import repeat_yaml
 from scu_trainer.report.write import PAGE, check_folder, forget_old, plot_files, repeat_file, write_files
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.store import ROOT
 
 DESCRIPTION = """\
@@ -47,7 +47,7 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
             f"folder, such as --output {options.output.with_suffix('')}"
         )
     require_packages("a report", "report", ("matplotlib",), loads=True)
-    wanted = subjects.find(options.runs, options.root, waits=options.watch is not None)
+    wanted = subjects.find_subjects(options.runs, options.root, waits=options.watch is not None)
     folder = options.output or (wanted.folders[0] / "report" if len(wanted.folders) == 1 else Path("report"))
     if options.watch is not None:
         return _watch(wanted, folder, options.watch, sleep)
@@ -88,7 +88,7 @@ def _seconds(text: str) -> float:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _write_all(wanted: subjects.Wanted, folder: Path) -> list[str]:
+def _write_all(wanted: subjects.ReportSubjects, folder: Path) -> list[str]:
     """Write the final page, and every plot as files. Returns what is not drawn, with the reason."""
     subject = wanted.read()
     plots, repeats = plots_of(subject), _repeat_files(wanted, subject)
@@ -119,7 +119,7 @@ def _plot_files(item: Drawing) -> dict[str, str | bytes]:
     return files
 
 
-def _repeat_files(wanted: subjects.Wanted, subject) -> dict[str, str]:
+def _repeat_files(wanted: subjects.ReportSubjects, subject) -> dict[str, str]:
     """Return the settings of each run as files that ``scu-trainer train --config`` reads."""
     if wanted.is_comparison:
         return {}
@@ -128,7 +128,7 @@ def _repeat_files(wanted: subjects.Wanted, subject) -> dict[str, str]:
     return {name: repeat_yaml(run) for name, run in zip(names, subject, strict=True)}
 
 
-def _write_page(wanted: subjects.Wanted, folder: Path, every_s: float) -> None:
+def _write_page(wanted: subjects.ReportSubjects, folder: Path, every_s: float) -> None:
     subject = wanted.read()
     repeats = _repeat_files(wanted, subject)
     check_folder(folder, [PAGE, *repeats])
@@ -143,7 +143,7 @@ def _written_line() -> str:
 
 def _print_summary(folder: Path, notes: Sequence[str]) -> None:
     page = folder / PAGE
-    print(f"report: {page} ({readable(page.stat().st_size)}, self-contained)")
+    print(f"report: {page} ({format_bytes(page.stat().st_size)}, self-contained)")
     print(f"        {len(plot_files(folder))} plot files next to it: PNG and SVG, light and dark")
     for note in notes:
         print(f"not drawn: {note}")
@@ -152,7 +152,7 @@ def _print_summary(folder: Path, notes: Sequence[str]) -> None:
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
-def _watch(wanted: subjects.Wanted, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
+def _watch(wanted: subjects.ReportSubjects, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
     """Rewrite the page until all runs have ended or Ctrl-C is pressed, then write the final page."""
     print(f"watching every {every_s:g} s until all runs have ended, Ctrl-C ends it: {folder / PAGE}", flush=True)
     for run in wanted.folders:

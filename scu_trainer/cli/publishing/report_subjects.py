@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.report.ablation import Comparison, read_comparison
 from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison
 from scu_trainer.report.files import BEGUN, STATUS_FILE, RunFiles, has_begun, is_run, read_run
@@ -23,7 +23,7 @@ QUIET_S = 60.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReportSubjects:
     """What a report is about. ``folders``: those of the runs, or the one of a comparison. ``names``: their names in the
     report."""
 
@@ -54,14 +54,14 @@ class Wanted:
         return self.is_comparison or all(has_begun(run) for run in inside)
 
 
-def find(words: Sequence[str], root: Path, waits: bool) -> Wanted:
+def find_subjects(words: Sequence[str], root: Path, waits: bool) -> ReportSubjects:
     """Return what the report is about. ``waits``: whether a run may not exist yet. Raises SettingsError for anything
     that is not a run or a comparison."""
     folders = [_folder(word, root) for word in words]
     if any(is_comparison(folder) for folder in folders):
         if len(folders) > 1:
             raise SettingsError("a comparison cannot be combined with others: give only its folder, or only runs")
-        return Wanted(tuple(folders), (folders[0].name,))
+        return ReportSubjects(tuple(folders), (folders[0].name,))
     for folder, word in zip(folders, words, strict=True):
         if not is_run(folder) and not (waits and _may_become_run(folder)):
             raise SettingsError(_not_a_run_message(folder, word, root))
@@ -69,10 +69,10 @@ def find(words: Sequence[str], root: Path, waits: bool) -> Wanted:
     repeated = next((word for word, path in zip(words, absolute, strict=True) if absolute.count(path) > 1), None)
     if repeated is not None:
         raise SettingsError(f"{repeated} is given twice; give each run once")
-    return Wanted(tuple(folders), tuple(_distinct_names(absolute)))
+    return ReportSubjects(tuple(folders), tuple(_distinct_names(absolute)))
 
 
-def require_begun(wanted: Wanted, folder: Path) -> None:
+def require_begun(wanted: ReportSubjects, folder: Path) -> None:
     """Raise SettingsError if the report would be written into a run that has not started."""
     if not wanted.may_write(folder):
         raise SettingsError(
@@ -104,7 +104,7 @@ def _not_a_run_message(folder: Path, word: str, root: Path) -> str:
     if not folder.exists():
         known = [run.name for run in all_runs(root)]
         listed = f"; runs in {root}: {_joined_names(known)}" if known else ""
-        return f"{word} does not exist{nearest(Path(word).name, known)}{listed}; give the directory of a run"
+        return f"{word} does not exist{did_you_mean(Path(word).name, known)}{listed}; give the directory of a run"
     below = folder / "runs" if (folder / "runs").is_dir() else folder  # a sweep has its runs in there
     inside = [path.name for path in sorted(below.iterdir()) if is_run(path)] if below.is_dir() else []
     runs = f"; it holds runs: {_joined_names(inside)}; give one of them, as {below / inside[0]}" if inside else ""

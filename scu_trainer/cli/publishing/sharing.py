@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from scu_trainer.errors import HubError
 from scu_trainer.hub.card import CARD, base_license, write_card
 from scu_trainer.hub.facts import facts_of
-from scu_trainer.hub.files import upload_of
+from scu_trainer.hub.files import collect_upload
 from scu_trainer.hub.local_paths import is_local
-from scu_trainer.hub.push import push, require_open, require_revision, sent_notes, token_for
-from scu_trainer.models.loading.hub_errors import without_again
-from scu_trainer.models.loading.names import base_of, located
+from scu_trainer.hub.push import push, require_push_access, require_revision, sent_notes, token_for
+from scu_trainer.models.loading.hub_errors import without_retry_advice
+from scu_trainer.models.loading.names import base_of, expanded_name
 from scu_trainer.runs.studies.comparison_state import is_finished
-from scu_trainer.safe_paths import no_option
+from scu_trainer.safe_paths import safe_argument
 from scu_trainer.settings.tasks import TEXT
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def refuse_useless_push(job: Job) -> None:
     if not job.training.push_to_hub or job.model.tuning == "full":
         return
     name = job.model.model_name_or_path or job.model.adapter_name_or_path
-    base = None if name is None else base_of(Path(located(name)))
+    base = None if name is None else base_of(Path(expanded_name(name)))
     if job.task.task == TEXT and base is not None and not is_local(base):
         return
     shown_base = "the embedded base, which each machine makes for itself" if base is None else base
@@ -45,7 +45,7 @@ def require_open_hub(training: TrainingArguments) -> None:
     repo_id = training.hub_model_id or Path(training.output_dir).absolute().name
     try:
         require_revision(training.hub_revision, "hub_revision")
-        require_open(repo_id, token_for(training.hub_token), bool(training.hub_private_repo))
+        require_push_access(repo_id, token_for(training.hub_token), bool(training.hub_private_repo))
     except HubError as error:
         raise HubError(f"push_to_hub would fail, so nothing was trained: {error}") from error
 
@@ -68,7 +68,7 @@ def _push(run: Path, training: TrainingArguments) -> None:
     repo_id = training.hub_model_id or run.name
     try:
         facts, _ = facts_of(run)
-        upload = upload_of(facts, repo_id, base_license(facts.base), None)
+        upload = collect_upload(facts, repo_id, base_license(facts.base), None)
         sent = push(
             upload,
             repo_id,
@@ -79,8 +79,8 @@ def _push(run: Path, training: TrainingArguments) -> None:
             base_id=facts.base_id if facts.is_adapter else None,
         )
     except HubError as error:
-        retry = f"scu-trainer push {shlex.quote(no_option(run))}{_push_flags(repo_id, training)}"
-        reason = without_again(str(error))
+        retry = f"scu-trainer push {shlex.quote(safe_argument(run))}{_push_flags(repo_id, training)}"
+        reason = without_retry_advice(str(error))
         raise HubError(f"trained and saved in {run}, but not pushed: {reason}. When that is fixed: {retry}") from error
     print("\n".join([f"pushed: {sent['url']}", *sent_notes(sent)]))
 

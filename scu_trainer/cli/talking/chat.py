@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, TextIO
 
-from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.main import guarded, stdout_to_stderr
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
+from scu_trainer.cli.talking.options import add_options, answer_settings, subject_from_options, talker
 from scu_trainer.data.json_files import TO_UTF_8
-from scu_trainer.errors import DataError, SettingsError, UserError, nearest
-from scu_trainer.models.loading.adapters import active_config, takes_from_base
+from scu_trainer.errors import DataError, SettingsError, UserError, did_you_mean
+from scu_trainer.models.loading.adapters import active_config, changes_base_weights
 from scu_trainer.run_files import write_text
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def _parser() -> Parser:
 @guarded
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
-    first = subject(options.run, options)
-    other = None if options.against is None else subject(options.against, options, first)
-    with quiet_stdout():
+    first = subject_from_options(options.run, options)
+    other = None if options.against is None else subject_from_options(options.against, options, first)
+    with stdout_to_stderr():
         settings = answer_settings(options)
         talkers = [talker(first)]
         if other is not None:
@@ -73,10 +73,10 @@ def main(argv: list[str]) -> int:
 
 
 def _load_second(first: Talker, other, is_base: bool) -> Talker:
-    from scu_trainer.talk.model import base_beside
+    from scu_trainer.talk.model import base_talker
 
     if is_base and _contains_its_base(first.model):
-        return base_beside(first, other.word or other.name)
+        return base_talker(first, other.word or other.name)
     second = talker(other)
     if is_base:
         second.answers_plain_text = first.answers_plain_text  # both get the same prompt
@@ -86,7 +86,7 @@ def _load_second(first: Talker, other, is_base: bool) -> Talker:
 def _contains_its_base(model: Any) -> bool:
     """Whether ``model`` becomes its base when its adapter is turned off."""
     config = active_config(model)
-    return config is not None and not takes_from_base(config) and getattr(config, "bias", "none") == "none"
+    return config is not None and not changes_base_weights(config) and getattr(config, "bias", "none") == "none"
 
 
 class Chat:
@@ -150,7 +150,7 @@ class Chat:
             return False
         if name not in actions:
             known = [*actions, "exit"]
-            raise SettingsError(f"/{name} is not a command{nearest(name, known)}; commands: /{', /'.join(known)}")
+            raise SettingsError(f"/{name} is not a command{did_you_mean(name, known)}; commands: /{', /'.join(known)}")
         actions[name](rest.strip())
         return True
 
@@ -190,9 +190,9 @@ class Chat:
             conversation.append({"role": "assistant", "content": answer})
 
     def _answer(self, speaker: Talker, conversation: Sequence[dict[str, str]]) -> str:
-        from scu_trainer.talk.answers import fitted, stream
+        from scu_trainer.talk.answers import fit_to_positions, stream
 
-        token_ids, dropped, settings = fitted(speaker, conversation, self.settings)
+        token_ids, dropped, settings = fit_to_positions(speaker, conversation, self.settings)
         if dropped:
             self._notice(f"[{speaker.name}: the oldest {dropped} messages no longer fit and are left out]")
         if len(self.talkers) > 1:

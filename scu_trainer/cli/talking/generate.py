@@ -10,11 +10,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.main import guarded, stdout_to_stderr
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
+from scu_trainer.cli.talking.options import add_options, answer_settings, subject_from_options, talker
 from scu_trainer.errors import DataError, SettingsError, StorageError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.run_files import read_json, require_writable, write_json
 
 if TYPE_CHECKING:
@@ -52,25 +52,25 @@ def main(argv: list[str]) -> int:
     if options.output.resolve() == options.prompts.resolve():
         raise SettingsError(f"--output is the file of the prompts, {options.prompts}; give another --output")
     require_writable(options.output.parent, "--output")
-    chosen, is_default = subject(options.run, options), options.max_new_tokens is None
+    chosen, is_default = subject_from_options(options.run, options), options.max_new_tokens is None
     options.max_new_tokens = MAX_NEW_TOKENS if is_default else options.max_new_tokens
-    with quiet_stdout():
-        from scu_trainer.talk.answers import Batches
+    with stdout_to_stderr():
+        from scu_trainer.talk.answers import BatchedAnswers
         from scu_trainer.talk.prompts import read_prompts
 
         settings, rows = answer_settings(options), read_prompts(options.prompts)
         request = _request_of(chosen, rows, settings) | ({"max_new_tokens": None} if is_default else {})
-        written = Written(options.output, request, options.overwrite)
+        written = AnswersFile(options.output, request, options.overwrite)
         done = written.begin()
         for line in written.lines:
             print(line)
         model = talker(chosen) if done < len(rows) else None
         if model is not None:
             settings = _with_fitting_length(settings, model) if is_default else settings
-            batches = Batches(model, settings, options.batch_size)
+            batches = BatchedAnswers(model, settings, options.batch_size)
             dropped = _write_all(written, model, batches, rows[done:], done)
             print("\n".join(_remarks(batches, dropped)), end="")
-    print(f"{counted(len(rows), 'answer')} in {options.output}" + (f", {done} of them from before" if done else ""))
+    print(f"{count_text(len(rows), 'answer')} in {options.output}" + (f", {done} of them from before" if done else ""))
     return 0
 
 
@@ -86,7 +86,7 @@ def _with_fitting_length(settings: Any, model: Any) -> Any:
     return replace(settings, max_new_tokens=min(quarter, settings.max_new_tokens))
 
 
-def _write_all(written: Written, model: Any, batches: Any, rows: Sequence[PromptRow], first: int) -> int:
+def _write_all(written: AnswersFile, model: Any, batches: Any, rows: Sequence[PromptRow], first: int) -> int:
     """Answer all rows and return the number of messages that did not fit. Each batch is written once it is answered, so
     a kill loses at most one batch. All prompts are tokenized in advance, so that one that is too long is found before
     the first answer; their tokens are not kept, because they would take more memory than the text."""
@@ -130,7 +130,7 @@ def _weights_stamp(folder: Path) -> dict[str, list[int]]:
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
-class Written:
+class AnswersFile:
     """The file of answers, and next to it a ``.meta.json`` with what the answers depend on."""
 
     def __init__(self, path: Path, request: dict[str, Any], overwrite: bool) -> None:

@@ -51,7 +51,7 @@ def answer_settings(options: argparse.Namespace) -> AnswerSettings:
     return AnswerSettings(**given)
 
 
-def subject(name: str, options: argparse.Namespace, base_of: Optional[Subject] = None) -> Subject:
+def subject_from_options(name: str, options: argparse.Namespace, base_of: Optional[Subject] = None) -> Subject:
     """Return the subject of ``name``, with the consent and type of ``options``. ``base_of``: the subject that the word
     base refers to. Raises ModelError if it cannot answer."""
     if options.use_cpu:
@@ -69,10 +69,10 @@ def talker(chosen: Subject) -> Talker:
     little memory."""
     import torch
 
-    from scu_trainer.talk.model import loaded
+    from scu_trainer.talk.model import load_talker
 
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen.mixed_precision or "")
     try:
-        return loaded(chosen.name, chosen.model, precision, chosen.answers_plain_text)
+        return load_talker(chosen.name, chosen.model, precision, chosen.answers_plain_text)
     except torch.OutOfMemoryError as error:
         raise SettingsError(f"{chosen.name} does not fit on the GPU; add --use_cpu, or --dtype bfloat16") from error

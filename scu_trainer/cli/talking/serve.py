@@ -11,20 +11,20 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Optional
 
-from scu_trainer.cli.main import guarded, quiet_stdout
+from scu_trainer.cli.main import guarded, stdout_to_stderr
 from scu_trainer.cli.origin import is_merged_from
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import MergeOptions, default_output, merge
 from scu_trainer.cli.subjects import Subject
-from scu_trainer.cli.talking.options import add_options, answer_settings, subject, talker
+from scu_trainer.cli.talking.options import add_options, answer_settings, subject_from_options, talker
 from scu_trainer.errors import RequirementError, SettingsError, StorageError, require_packages
 from scu_trainer.hardware.probe import has_cuda
-from scu_trainer.listening import HOST, bound, check_address, in_address, is_loopback, own_names
+from scu_trainer.listening import HOST, allowed_hosts, check_address, is_loopback, listening_socket, url_host
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.secrets import remember
 
 if TYPE_CHECKING:
-    from scu_trainer.serve.questions import Asker
+    from scu_trainer.serve.questions import RequestReader
 
 PORT, MAX_NEW_TOKENS = 8000, 512
 KEY_VARIABLE, LEAST_KEY_LENGTH = "SCU_TRAINER_API_KEY", 16
@@ -71,9 +71,9 @@ def main(argv: list[str]) -> int:
         _check_vllm(options, key)
     else:
         require_packages("the server", "serve", PACKAGES)
-    chosen = subject(options.run, options)
+    chosen = subject_from_options(options.run, options)
     name = options.served_model_name or default_name(chosen)
-    with bound(options.host, options.port) as listening:
+    with listening_socket(options.host, options.port) as listening:
         options.port = listening.getsockname()[1]
         if engine == "transformers":
             return _serve_with_transformers(chosen, name, options, listening, key)
@@ -122,28 +122,28 @@ def _stored_key(file: Optional[Path]) -> tuple[Optional[str], str]:
 def _serve_with_transformers(
     chosen: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
 ) -> int:
-    with quiet_stdout():
+    with stdout_to_stderr():
         from scu_trainer.serve.guard import Guard
-        from scu_trainer.serve.questions import Asker
+        from scu_trainer.serve.questions import RequestReader
         from scu_trainer.serve.running import run
         from scu_trainer.serve.transformers_server import application
 
         settings, ends = answer_settings(options), Event()
-        asker = Asker(talker(chosen), name, settings)
-        hosts = own_names(options.host, options.port) if is_loopback(options.host) else None
+        asker = RequestReader(talker(chosen), name, settings)
+        hosts = allowed_hosts(options.host, options.port) if is_loopback(options.host) else None
         app = Guard(application(asker, ends), hosts, key)
     print("\n".join(_opening(asker, options, key)), flush=True)
     run(app, listening, ends)
     return 0
 
 
-def _opening(asker: Asker, options: argparse.Namespace, key: Optional[str]) -> list[str]:
+def _opening(asker: RequestReader, options: argparse.Namespace, key: Optional[str]) -> list[str]:
     lines = [f"{asker.name}: {_address(options)} (the server of transformers)", asker.settings.in_words(asker.talker)]
     return [*lines, *asker.talker.notes(asker.name), _access_note(key)]
 
 
 def _address(options: argparse.Namespace) -> str:
-    return f"http://{in_address(options.host)}:{options.port}/v1"
+    return f"http://{url_host(options.host)}:{options.port}/v1"
 
 
 def _access_note(key: Optional[str]) -> str:

@@ -26,12 +26,12 @@ def stream_answer(name: str, messages: Sequence[Mapping[str, str]], **consent: b
 
     Raises UserError if the model cannot be loaded or run. Closing the iterator ends the generation.
     """
-    from scu_trainer.talk.answers import AnswerSettings, fitted, stream
+    from scu_trainer.talk.answers import AnswerSettings, fit_to_positions, stream
 
     with _loading:
         model = _loaded(name, **consent)
     settings = AnswerSettings(max_new_tokens=MAX_NEW_TOKENS)
-    token_ids, dropped, settings = fitted(model, [dict(message) for message in messages], settings)
+    token_ids, dropped, settings = fit_to_positions(model, [dict(message) for message in messages], settings)
     if dropped:
         yield f"[the oldest {dropped} messages no longer fit and are left out]\n"
     yield from stream(model, token_ids, settings)

@@ -17,16 +17,16 @@ import numpy
 from scu_trainer.data.images.decode import open_image
 from scu_trainer.data.images.embedded import GENERATED_IMAGES, digits, generated
 from scu_trainer.data.images.folders import folder_source
-from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource, in_classes
-from scu_trainer.data.images.store import Kind, StoredImages, stored_images
+from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageSource, relabelled
+from scu_trainer.data.images.store import PixelFormat, StoredImages, stored_images
 from scu_trainer.data.images.tables import how_to_save, table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
 from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import Contents, PreparedSamples, SampleStatistics
 from scu_trainer.data.sources import is_saved, notes_of, refuse_hub_settings
 from scu_trainer.data.store import digest_of
-from scu_trainer.errors import DataError, nearest
-from scu_trainer.figures import counted
+from scu_trainer.errors import DataError, did_you_mean
+from scu_trainer.figures import count_text
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
 
@@ -54,8 +54,8 @@ def find_images(
     source = _find_source(data.dataset, (data.dataset_split,), data, own, cache_dir, ())
     known = classes or (order if set(order) == set(source.label_names) else ())
     if set(source.label_names) <= set(known):
-        held_out = None if source.held_out is None else in_classes(source.held_out, known)
-        source = replace(in_classes(source, known), held_out=held_out)
+        held_out = None if source.held_out is None else relabelled(source.held_out, known)
+        source = replace(relabelled(source, known), held_out=held_out)
     if not classes:
         _require_two_classes(source)
     if data.eval_dataset is None:
@@ -89,7 +89,7 @@ def _find_source(
         return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out, labels=labels)
     if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
         siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        problem = "is a file" if path.is_file() else f"does not exist{nearest(path.name, siblings)}"
+        problem = "is a file" if path.is_file() else f"does not exist{did_you_mean(path.name, siblings)}"
         how = how_to_save(path) if path.is_file() and path.suffix.lower() == ".parquet" else ""
         raise DataError(
             f"{name} {problem}; give a folder with one folder of images per class, a folder of save_to_disk, or a Hub "
@@ -123,7 +123,7 @@ def natural_size(source: ImageSource) -> int:
 
 
 def prepare_images(
-    source: ImageSource, kind: Kind, data: DataSettings, *, seed: int, cache_dir: Path
+    source: ImageSource, kind: PixelFormat, data: DataSettings, *, seed: int, cache_dir: Path
 ) -> PreparedSamples:
     """Return training and held-out images of one size, from the cache if nothing changed.
 
@@ -149,7 +149,7 @@ def prepare_images(
 def _split(
     source: ImageSource,
     stored: StoredImages,
-    kind: Kind,
+    kind: PixelFormat,
     data: DataSettings,
     seed: int,
     cache_dir: Path,
@@ -240,7 +240,7 @@ def _count(
     for what, counts_of in (("training", counts), ("held-out", scored if len(evaluated) else [])):
         absent = [name for name, count in zip(source.label_names, counts_of, strict=False) if not count]
         if absent:
-            classes = counted(len(absent), "class", "classes")
+            classes = count_text(len(absent), "class", "classes")
             statistics.notes.append(f"no {what} image of {classes}: {', '.join(absent[:5])}")
     if source.held_out is None and not len(evaluated):
         statistics.notes.append("nothing is held out; raise validation_split_percentage or give an eval_dataset")

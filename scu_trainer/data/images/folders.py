@@ -20,7 +20,7 @@ from scu_trainer.data.readers import HELD_OUT_SPLITS, is_hidden, read_file, requ
 from scu_trainer.data.records import Record
 from scu_trainer.data.sources import files_and_links, notes_of_links, refuse_hub_settings
 from scu_trainer.errors import DataError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.settings.base import short
 
 SUFFIXES = frozenset(".png .jpg .jpeg .jpe .jfif .bmp .gif .webp .avif .tif .tiff .ppm .pgm .pbm".split())
@@ -91,7 +91,7 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool,
             notes += [f"{left} was not read" for left in folders[number:]]
             held_out = _source_of(folder, images, skip_bad, source.label_names, labels)
             return replace(source, held_out=held_out, notes=tuple(notes))
-        notes.append(f"{folder} has no class folders and was not read: {counted(len(images.files), 'image')}")
+        notes.append(f"{folder} has no class folders and was not read: {count_text(len(images.files), 'image')}")
     return replace(source, notes=tuple(notes))
 
 
@@ -165,7 +165,7 @@ def _source_of(
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in images.files], dtype=numpy.int64)
     kinds = ", ".join(sorted({path.suffix.lower() or path.name for path in images.ignored})[:MOST_KINDS])
     ignored = (
-        (f"{counted(len(images.ignored), 'file')} of other kinds in {folder}, not read: {kinds}",) if kinds else ()
+        (f"{count_text(len(images.ignored), 'file')} of other kinds in {folder}, not read: {kinds}",) if kinds else ()
     )
     if not images.is_table and tuple(columns) != LABEL_COLUMNS:
         column = f"label_column_name has no effect: the classes of {folder} are its folders, no table is read"
@@ -257,9 +257,9 @@ def _images_in_table(folder: Path, labels: Sequence[str], table: Optional[Path])
         path.suffix.lower() in SUFFIXES and path not in classes and not is_hidden(path, folder)
         for path in folder.rglob("*")
     )
-    having = counted(minus_ones, f"row of {table.name} has", f"rows of {table.name} have")
-    repeating = counted(repeats, f"row of {table.name} repeats", f"rows of {table.name} repeat")
-    missing = counted(left, f"image of {folder} is", f"images of {folder} are")
+    having = count_text(minus_ones, f"row of {table.name} has", f"rows of {table.name} have")
+    repeating = count_text(repeats, f"row of {table.name} repeats", f"rows of {table.name} repeat")
+    missing = count_text(left, f"image of {folder} is", f"images of {folder} are")
     images.notes += (f"{having} -1, which stands for no {label}",) if minus_ones else ()
     images.notes += (f"{repeating} an image, which is read once",) if repeats else ()
     images.notes += (f"{missing} not in {table.name} and not read",) if left else ()
@@ -295,7 +295,7 @@ def _find_images(folder: Path, labels: Sequence[str], *above: Path) -> _FoundIma
     if deeper:
         inside = deeper[0].parent.relative_to(folder)
         classes = f"taken for that class ({inside}: {inside.parts[0]})"
-        result.notes += (f"{counted(len(deeper), 'image')} in folders within the folder of a class: {classes}",)
+        result.notes += (f"{count_text(len(deeper), 'image')} in folders within the folder of a class: {classes}",)
     return result
 
 

@@ -46,7 +46,7 @@ class ImageSource:
     dropped: tuple[tuple[str, str], ...] = ()
 
 
-def in_classes(source: ImageSource, classes: Sequence[str]) -> ImageSource:
+def relabelled(source: ImageSource, classes: Sequence[str]) -> ImageSource:
     """Return ``source`` with labels that index ``classes``, which must include all classes of the source."""
     if source.label_names == tuple(classes):
         return source

@@ -19,10 +19,10 @@ import torch
 
 from scu_trainer.data.images.decode import CONVERTIBLE, MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images.records import ImageSource
-from scu_trainer.data.statistics import Dropping
-from scu_trainer.data.store import built_once, digest_of, storage_errors
+from scu_trainer.data.statistics import DropCounts
+from scu_trainer.data.store import build_once, digest_of, storage_errors
 from scu_trainer.errors import DataError
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.run_files import require_room
 
 STORE_VERSION = 3
@@ -30,7 +30,7 @@ IMAGES_FOR_STATISTICS = 2048
 MIB = 2**20
 
 
-class Kind(NamedTuple):
+class PixelFormat(NamedTuple):
     """The format of decoded images. ``size``: (height, width). ``processor``: the image processor that is applied."""
 
     processor: Any
@@ -50,7 +50,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class DecodingStatistics(Dropping):
+class DecodingStatistics(DropCounts):
     """Counts of decoding a source. ``modes``: images by Pillow's mode. ``smallest``, ``largest``: smallest and largest
     sides of the originals in pixels. ``several``: files with several images; only the first was read."""
 
@@ -95,7 +95,7 @@ class StoredImages:
     def lines(self, name: str) -> list[str]:
         """Return lines about how the images of the source ``name`` were decoded."""
         several = self.about.several
-        holding = counted(several, "file holds", "files hold")
+        holding = count_text(several, "file holds", "files hold")
         first = f"{name}: {holding} several images (frames or pages); only the first was read"
         return [line for line in (self._sizes(name), self._conversions(name), first if several else None) if line]
 
@@ -189,7 +189,7 @@ def pixel_statistics(rows: ImageRows) -> tuple[list[float], list[float]]:
 
 
 def stored_images(
-    source: ImageSource, numbers: numpy.ndarray, kind: Kind, cache_dir: Path, skip_bad_rows: bool
+    source: ImageSource, numbers: numpy.ndarray, kind: PixelFormat, cache_dir: Path, skip_bad_rows: bool
 ) -> StoredImages:
     """Return the images of ``source`` with these numbers, decoded, from the cache if it has them.
 
@@ -197,12 +197,12 @@ def stored_images(
     """
     digest = digest_of(STORE_VERSION, source.identity, numbers.tolist(), kind.identity, skip_bad_rows)
     folder = cache_dir / "images" / digest
-    built_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
+    build_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
     described = json.loads((folder / "about.json").read_text())
     return StoredImages(folder, kind.shape, DecodingStatistics(**{**described, "modes": Counter(described["modes"])}))
 
 
-def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind, skip_bad_rows: bool) -> None:
+def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: PixelFormat, skip_bad_rows: bool) -> None:
     require_room(folder, len(numbers) * int(numpy.prod(kind.shape)), setting="cache_dir")
     about = DecodingStatistics()
     for reason, place in source.dropped:
@@ -212,7 +212,7 @@ def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Kind
     with storage_errors(folder, "images"):
         kept = _write_pixels(folder / "pixels.u8", zip(numbers.tolist(), usable, strict=True), kind)
         if not kept:
-            raise DataError(f"{source.name} has no image to learn from; dropped: {about.dropped_in_words()}")
+            raise DataError(f"{source.name} has no image to learn from; dropped: {about.describe_dropped()}")
         for name, kind_of_number in (("number", numpy.int64), ("label", numpy.int64), ("digest", numpy.uint64)):
             values = [getattr(image, name) for image in kept]
             numpy.save(folder / f"{name}s.npy", numpy.array(values, kind_of_number))
@@ -227,7 +227,7 @@ class _StoredImage(NamedTuple):
     place: str
 
 
-def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: Kind) -> list[_StoredImage]:
+def _write_pixels(path: Path, images: Iterable[tuple[int, Optional[Pixels]]], kind: PixelFormat) -> list[_StoredImage]:
     """Write the pixels of all usable images to one file, and return what else is stored about each."""
     kept = []
     with open(path, "wb") as file:
@@ -261,7 +261,7 @@ def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: DecodingStati
         yield None
 
 
-def _require_shape(image: Pixels, kind: Kind) -> None:
+def _require_shape(image: Pixels, kind: PixelFormat) -> None:
     if image.pixels.shape != kind.shape:
         raise DataError(
             f"{image.place}: the image processor turns it into shape {image.pixels.shape}, but {kind.shape} is needed; "

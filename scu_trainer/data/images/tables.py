@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
-from scu_trainer.data.readers import held_out_beside, require_split
+from scu_trainer.data.readers import find_held_out_split, require_split
 from scu_trainer.data.sources import load_saved, refuse_hub_settings
-from scu_trainer.errors import DataError, nearest
+from scu_trainer.errors import DataError, did_you_mean
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
 
@@ -47,7 +47,7 @@ def table_source(
     source = _source_of(f"{name} ({chosen})", loaded[chosen], own, classes)
     if len(wanted) > 1:
         return source
-    split, notes = held_out_beside(name, loaded, chosen, "images", data.eval_dataset is not None)
+    split, notes = find_held_out_split(name, loaded, chosen, "images", data.eval_dataset is not None)
     held_out = None if split is None else _source_of(f"{name} ({split})", loaded[split], own, source.label_names)
     return replace(source, held_out=held_out, notes=notes)
 
@@ -74,7 +74,9 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         known = (*EMBEDDED_IMAGES, *HUB_IDS)
         is_known = name in (*HUB_IDS, *HUB_IDS.values())
-        other = "" if is_known else f" is not one of {', '.join(known)}{nearest(name, known)}, not a folder here, and"
+        other = (
+            "" if is_known else f" is not one of {', '.join(known)}{did_you_mean(name, known)}, not a folder here, and"
+        )
         raise DataError(f"dataset {name!r}{other} could not be loaded from the Hub: {error}") from error
 
 
@@ -104,7 +106,7 @@ def _image_column(name: str, table: datasets.Dataset, wanted: Optional[str]) -> 
     if wanted is not None and wanted not in usable:
         raise DataError(
             f"image_column_name is {wanted!r}; {name} has images in: {', '.join(usable) or 'no column'} (all columns: "
-            f"{', '.join(table.column_names)}){nearest(wanted, usable)}"
+            f"{', '.join(table.column_names)}){did_you_mean(wanted, usable)}"
         )
     chosen = wanted or next((column for column in IMAGE_COLUMNS if column in usable), None)
     chosen = chosen or (usable[0] if len(usable) == 1 else None)
@@ -127,7 +129,7 @@ def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], ima
     others = [column for column in table.column_names if column != image]
     if wanted is not None and wanted not in others:
         raise DataError(
-            f"label_column_name is {wanted!r}; {name} has the columns {', '.join(others)}{nearest(wanted, others)}"
+            f"label_column_name is {wanted!r}; {name} has the columns {', '.join(others)}{did_you_mean(wanted, others)}"
         )
     chosen = wanted or next((column for column in LABEL_COLUMNS if column in others), None)
     typed = [column for column in others if isinstance(table.features[column], datasets.ClassLabel)]

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import numpy
 import torch
 
-from scu_trainer.data.sensors.format import FORMS
+from scu_trainer.data.sensors.format import ARRAY_FORMATS
 from scu_trainer.settings.sensors import BRANCHES
 
 NOT_LEARNED = -100
@@ -34,7 +34,9 @@ class SensorCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         batch: dict[str, torch.Tensor] = {}
         for name, shape in self.shapes.items():
-            batch[name], batch[mask_name(name)] = _padded([row.get(name) for row in rows], FORMS[name].kept_as, shape)
+            batch[name], batch[mask_name(name)] = _padded(
+                [row.get(name) for row in rows], ARRAY_FORMATS[name].kept_as, shape
+            )
         has = [[self._has(row, arrays) for arrays in BRANCHES.values()] for row in rows]
         batch["branch_mask"] = torch.tensor(has)
         if "labels" in rows[0]:

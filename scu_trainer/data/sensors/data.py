@@ -14,10 +14,10 @@ from typing import Optional
 
 import numpy
 
-from scu_trainer.data.readers import HELD_OUT_SPLITS, split_among
+from scu_trainer.data.readers import HELD_OUT_SPLITS, find_split
 from scu_trainer.data.samples import Contents, PreparedSamples
 from scu_trainer.data.sensors.manifest import HELD_OUT
-from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source, some
+from scu_trainer.data.sensors.sources import SensorSource, folder_source, generated_source, random_subset
 from scu_trainer.data.sensors.store import Recordings
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.words.tokenizer import END, SPECIAL, UNKNOWN, tokenizer_of, word_tokenizer
@@ -87,9 +87,9 @@ def _add_report_ids(
             f"report_head learns to write the reports of recordings, and no training recording of {source.name} has "
             'one; add "report": "..." to rows of the manifest, or set report_head: false'
         )
-    words = learned_words(train.reports) if known is None else known
+    words = report_vocabulary(train.reports) if known is None else known
     for rows in (train, held_out):
-        rows.report_ids = encoded(rows.reports, words)
+        rows.report_ids = encoded_reports(rows.reports, words)
     unknown = sum(int((ids == UNKNOWN_NUMBER).sum()) for rows in (train, held_out) for ids in rows.report_ids)
     source.statistics.notes.append(
         f"reports: {written:,} of {len(train):,} training recordings have one, {len(words):,} words, {unknown:,} words "
@@ -98,13 +98,13 @@ def _add_report_ids(
     return words
 
 
-def learned_words(reports: Sequence[str]) -> list[str]:
+def report_vocabulary(reports: Sequence[str]) -> list[str]:
     """Return the words of the training ``reports`` by id, special words first. Texts are split as for the GRU."""
     known = word_tokenizer([[text for text in reports if text]], WORDS).get_vocab()
     return sorted(known, key=known.__getitem__)
 
 
-def encoded(reports: Sequence[str], words: Sequence[str]) -> list[numpy.ndarray]:
+def encoded_reports(reports: Sequence[str], words: Sequence[str]) -> list[numpy.ndarray]:
     """Return the word ids of each report, with <bos> and <eos>, int64 of shape (words + 2,); shape (0,) for a recording
     without a report."""
     tokenizer = tokenizer_of(words, WORDS)
@@ -133,10 +133,10 @@ def _split(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recordi
     """
     offered, wanted = source.offered, data.dataset_split.strip().casefold()
     splits = numpy.unique(offered.splits)
-    own_name = split_among(splits, [wanted]) or wanted
+    own_name = find_split(splits, [wanted]) or wanted
     is_train = (offered.splits == own_name) | (offered.splits == "")
     others = [name for name in splits if name != own_name]
-    mark = split_among(others, (HELD_OUT, *HELD_OUT_SPLITS)) or HELD_OUT
+    mark = find_split(others, (HELD_OUT, *HELD_OUT_SPLITS)) or HELD_OUT
     is_marked = (offered.splits == mark) & ~is_train
     has_other = data.eval_dataset is not None
     by_chance = "a share of these (validation_split_percentage)" if data.validation_split_percentage else "none"
@@ -152,10 +152,12 @@ def _split(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recordi
     if has_other:
         return source.recordings(numbers), source.recordings(numbers[:0])
     if is_marked.any():
-        held_out = some(numpy.flatnonzero(is_marked), data.max_eval_documents, seed)
+        held_out = random_subset(numpy.flatnonzero(is_marked), data.max_eval_documents, seed)
     else:
         share = data.validation_split_percentage / 100
-        held_out = some(_share_of_each_class(offered.labels, numbers, share, seed), data.max_eval_documents, seed)
+        held_out = random_subset(
+            _share_of_each_class(offered.labels, numbers, share, seed), data.max_eval_documents, seed
+        )
     return source.recordings(numpy.setdiff1d(numbers, held_out)), source.recordings(held_out)
 
 
@@ -187,7 +189,7 @@ def _eval_recordings(source: SensorSource, data: DataSettings, own: SensorSettin
     source.statistics.read += other.statistics.read
     source.statistics.add_dropped(other.statistics.dropped, other.statistics.examples)
     source.statistics.notes += [note for note in other.statistics.notes if note not in source.statistics.notes]
-    return other.recordings(some(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
+    return other.recordings(random_subset(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
 
 
 def _share_of_each_class(labels: numpy.ndarray, numbers: numpy.ndarray, share: float, seed: int) -> numpy.ndarray:

@@ -59,7 +59,7 @@ from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import BRANCHES
 
 MANIFEST = "manifest.jsonl"
-HOW = (
+FORMAT_HINT = (
     "such as a float array kinematics of the shape (time, channels); write_recordings in "
     "scu_trainer.data.sensors.format writes both, and help(scu_trainer.data.sensors.format) has the whole format"
 )
@@ -81,7 +81,7 @@ class ArrayFormat:
 
 
 FLOATS = ("float16", "float32", "float64")
-FORMS = {
+ARRAY_FORMATS = {
     "visible": ArrayFormat("visible", ("frames", "height", "width", "3"), ("uint8",), "uint8"),
     "infrared": ArrayFormat("infrared", ("frames", "height", "width"), (*FLOATS, "uint16"), "float16", True),
     "cooling_curve": ArrayFormat("infrared", ("points",), (*FLOATS, "uint16"), "float32", True),
@@ -109,13 +109,13 @@ MemoryError: for an absurd shape."""
 
 
 def array_names(branches: Sequence[str]) -> list[str]:
-    """Return the arrays that these branches read, in the order of ``FORMS``."""
-    return [name for name in FORMS if any(name in BRANCHES[branch] for branch in branches)]
+    """Return the arrays that these branches read, in the order of ``ARRAY_FORMATS``."""
+    return [name for name in ARRAY_FORMATS if any(name in BRANCHES[branch] for branch in branches)]
 
 
-def present(names: Iterable[str], missing: Sequence[str]) -> list[str]:
+def present_arrays(names: Iterable[str], missing: Sequence[str]) -> list[str]:
     """Return those of the arrays ``names`` that are not in ``missing``, which may name arrays or sensors."""
-    return [name for name in names if name not in missing and FORMS[name].sensor not in missing]
+    return [name for name in names if name not in missing and ARRAY_FORMATS[name].sensor not in missing]
 
 
 ZIP, NPY = b"PK", b"\x93NUMPY"
@@ -140,8 +140,8 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
         raise BadSample("unreadable file", f"not a readable .npz: {error}") from error
     absent = [name for name in names if name not in arrays]
     if absent:
-        sensor = FORMS[absent[0]].sensor
-        lacked = absent[0] if any(FORMS[name].sensor == sensor for name in arrays) else sensor
+        sensor = ARRAY_FORMATS[absent[0]].sensor
+        lacked = absent[0] if any(ARRAY_FORMATS[name].sensor == sensor for name in arrays) else sensor
         raise BadSample(
             "missing branch",
             f"it has no array {absent[0]!r} (its arrays: {', '.join(archive.files[:10]) or 'none'}), and the manifest "
@@ -155,7 +155,9 @@ def _require_numpy(file: BinaryIO) -> None:
     """Raise BadSample for another kind of file, such as a table. numpy would take it for a pickle and advise to load
     it."""
     if not file.read(len(NPY)).startswith((ZIP, NPY)):
-        raise BadSample("unreadable file", f"not a readable .npz but a file of another kind; give named arrays, {HOW}")
+        raise BadSample(
+            "unreadable file", f"not a readable .npz but a file of another kind; give named arrays, {FORMAT_HINT}"
+        )
     file.seek(0)
 
 
@@ -168,7 +170,7 @@ def _select(archive: Any, names: Sequence[str]) -> dict[str, numpy.ndarray]:
 
 def _convert(name: str, array: numpy.ndarray) -> numpy.ndarray:
     """Check ``array``, and convert it to the unit, dtype and order of axes that the rest of the package uses."""
-    form = FORMS[name]
+    form = ARRAY_FORMATS[name]
     wanted = f"({', '.join(form.axes)}{',' if len(form.axes) == 1 else ''})"
     if array.dtype.name not in form.allowed:
         raise BadSample("wrong dtype", f"{name} is {array.dtype.name}; allowed: {', '.join(form.allowed)}")

@@ -13,21 +13,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.data.json_files import each_once
+from scu_trainer.data.json_files import dict_of_unique_keys
 from scu_trainer.data.readers import (
     HELD_OUT_SPLITS,
     MOST_NAMES,
+    canonical_split,
     is_hidden,
-    named_split,
-    require_each_once,
+    require_unique_columns,
     shown_name,
 )
 from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
-from scu_trainer.data.sensors.format import FORMS, HOW, MANIFEST
-from scu_trainer.data.statistics import lines_of_unused
-from scu_trainer.errors import DataError, nearest
-from scu_trainer.figures import counted
+from scu_trainer.data.sensors.format import ARRAY_FORMATS, FORMAT_HINT, MANIFEST
+from scu_trainer.data.statistics import unused_column_lines
+from scu_trainer.errors import DataError, did_you_mean
+from scu_trainer.figures import count_text
 from scu_trainer.settings.base import short
 
 CSV_MANIFEST = "manifest.csv"
@@ -74,7 +74,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
     if path is None:
         raise DataError(
             f"{folder} has no {MANIFEST} or {CSV_MANIFEST}; give a folder of recordings with a manifest of the columns "
-            f"{', '.join(COLUMNS)}, and one .npz per recording, {HOW}"
+            f"{', '.join(COLUMNS)}, and one .npz per recording, {FORMAT_HINT}"
         )
     entries: list[Entry] = []
     by_file: dict[Path, Entry] = {}
@@ -98,7 +98,7 @@ def read_manifest(folder: Path, rejections: Rejections) -> list[Entry]:
         raise DataError(
             f"{path} has no usable row: {rejections.statistics.read:,} read; it needs file and label in each"
         )
-    rejections.statistics.notes += [*lines_of_unused(unread), *_unread_notes(folder, path, named)]
+    rejections.statistics.notes += [*unused_column_lines(unread), *_unread_notes(folder, path, named)]
     return entries
 
 
@@ -110,7 +110,7 @@ def _unread_notes(folder: Path, manifest: Path, named: Collection[str]) -> list[
     notes = [f"{folder / CSV_MANIFEST} was not read, because there is also a {MANIFEST}"] if is_second else []
     if left:
         names = ", ".join(left[:MOST_NAMES])
-        missing = counted(len(left), f".npz file of {folder} is", f".npz files of {folder} are")
+        missing = count_text(len(left), f".npz file of {folder} is", f".npz files of {folder} are")
         notes.append(f"{missing} not in {manifest.name} and not read: {names}")
     return notes
 
@@ -129,7 +129,7 @@ def _json_rows(lines: Iterable[str]) -> Iterator[tuple[int, Any, Optional[str]]]
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line, object_pairs_hook=each_once), None
+            yield number, json.loads(line, object_pairs_hook=dict_of_unique_keys), None
         except (ValueError, RecursionError) as error:
             yield number, None, f"not JSON: {error}"
 
@@ -138,7 +138,7 @@ def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Opti
     # Strict, because otherwise an open quote would swallow the rows that follow.
     reader = csv.DictReader(lines, strict=True, skipinitialspace=True)
     header = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-    require_each_once(f"the header line of {path}", header)
+    require_unique_columns(f"the header line of {path}", header)
     if not {"file", "label"} <= {*header}:
         raise DataError(
             f"{path} begins with the columns {header}; its first line must name file and label (allowed: "
@@ -155,7 +155,7 @@ def _parse_entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> 
     if problem is not None or not isinstance(row, dict):
         raise BadSample("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
     for name in (name for name in row if name not in COLUMNS):
-        says_split = named_split(str(row[name]).strip()) in ("train", *HELD_OUT_SPLITS)
+        says_split = canonical_split(str(row[name]).strip()) in ("train", *HELD_OUT_SPLITS)
         if near := _suggestion("split" if says_split else str(name)):
             allowed = f"allowed columns: {', '.join(COLUMNS)}"
             raise BadSample("unknown column", f"unknown column {name!r} with {short(row[name])}{near}; {allowed}")
@@ -173,7 +173,7 @@ def _parse_entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> 
 @lru_cache
 def _suggestion(name: str) -> str:
     """Return a suggestion for a misspelled column. Cached, because it takes time and all rows have the same columns."""
-    return nearest(name, COLUMNS)
+    return did_you_mean(name, COLUMNS)
 
 
 def _split_of(row: dict) -> Optional[str]:
@@ -197,8 +197,8 @@ def _label_of(value: Any) -> Any:
 def _missing_of(row: dict) -> tuple[str, ...]:
     value = row.get("missing") or []
     names = [name.strip() for name in value.split(";")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not set(map(str, names)) <= set(FORMS):
-        raise BadSample("unknown branch", f"missing is {value!r}; allowed: {', '.join(FORMS)}")
+    if not isinstance(names, list) or not set(map(str, names)) <= set(ARRAY_FORMATS):
+        raise BadSample("unknown branch", f"missing is {value!r}; allowed: {', '.join(ARRAY_FORMATS)}")
     return tuple(names)
 
 
@@ -260,5 +260,5 @@ def label_number(label: Any, names: Sequence[str]) -> int:
     raise BadSample(
         "label out of range",
         f"label {label!r} is not one of the {len(names)} classes: {', '.join(names[:10])}"
-        f"{', ...' if len(names) > 10 else ''}{nearest(label, names) if isinstance(label, str) else ''}",
+        f"{', ...' if len(names) > 10 else ''}{did_you_mean(label, names) if isinstance(label, str) else ''}",
     )

@@ -13,11 +13,11 @@ import numpy
 from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import (
-    HOW,
+    FORMAT_HINT,
     MANIFEST,
     SharedShapes,
     array_names,
-    present,
+    present_arrays,
     read_arrays,
     with_time_first,
 )
@@ -32,7 +32,7 @@ from scu_trainer.data.sensors.manifest import (
 )
 from scu_trainer.data.sensors.store import Recordings, Sample, Store, write_store
 from scu_trainer.data.sensors.synthetic import DEFAULT_CLASSES, ceiling_alone, report_of, side_of, synthetic
-from scu_trainer.data.store import built_once, digest_of
+from scu_trainer.data.store import build_once, digest_of
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 
@@ -45,7 +45,7 @@ learned late or never."""
 
 
 @dataclass(frozen=True)
-class Offered:
+class OfferedRecordings:
     """All recordings of a source, including those that have none of the branches in use or cannot be read.
 
     Held-out recordings are drawn from these, so that models with different branches hold out the same recordings.
@@ -68,7 +68,7 @@ class SensorSource:
     name: str
     store: Store
     label_names: Sequence[str]
-    offered: Offered
+    offered: OfferedRecordings
     numbers: numpy.ndarray
     statistics: SampleStatistics
 
@@ -82,7 +82,7 @@ class SensorSource:
 
 
 NumberedSample = tuple[int, Sample]
-"""The index in ``Offered`` of a usable recording, and the recording."""
+"""The index in ``OfferedRecordings`` of a usable recording, and the recording."""
 
 
 def generated_source(
@@ -108,13 +108,13 @@ def generated_source(
     return _open_source(SYNTHETIC, folder, names, _offered_by_generator(samples=recipe[0], classes=classes, seed=seed))
 
 
-def _offered_by_generator(samples: int, classes: int, seed: int) -> Offered:
+def _offered_by_generator(samples: int, classes: int, seed: int) -> OfferedRecordings:
     numbers = range(samples)
     keys = [f"{SYNTHETIC} {seed} {number}" for number in numbers]
     places = [f"recording {number + 1}" for number in numbers]
     labels = numpy.arange(samples) % classes
     reports = [report_of(label, side_of(classes)) for label in labels.tolist()]
-    return Offered(keys, labels, numpy.full(samples, "", dtype="U1"), places, reports)
+    return OfferedRecordings(keys, labels, numpy.full(samples, "", dtype="U1"), places, reports)
 
 
 def _generate_samples(recipe: tuple, wanted: Sequence[str], statistics: SampleStatistics) -> Iterator[NumberedSample]:
@@ -148,12 +148,12 @@ def folder_source(
         problem = "is a file" if root.is_file() else "is not a folder here"
         raise DataError(
             f"dataset {name!r} {problem}; give {SYNTHETIC}, or a folder with a {MANIFEST} or {CSV_MANIFEST} (columns "
-            f"file and label) and one .npz per recording, {HOW}"
+            f"file and label) and one .npz per recording, {FORMAT_HINT}"
         )
     statistics = SampleStatistics("recording")
     rejections = Rejections(statistics, skip_bad_rows)
     listed = read_manifest(root, rejections)
-    chosen = [listed[number] for number in some(numpy.arange(len(listed)), limit, seed=0)]
+    chosen = [listed[number] for number in random_subset(numpy.arange(len(listed)), limit, seed=0)]
     entries = with_labels_in_range(chosen, own.num_classes, rejections)
     names = class_names(entries, own.num_classes, known)
     labels, entries = _label_entries(entries, names, rejections)
@@ -166,11 +166,11 @@ def folder_source(
     folder = _build_cache(cache_dir, key, wanted, statistics, lambda: _check(entries, labels, wanted, seen, rejections))
     splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
     keys, places, reports = ([getattr(entry, name) for entry in entries] for name in ("key", "place", "report"))
-    offered = Offered(keys, labels, splits, places, reports)
+    offered = OfferedRecordings(keys, labels, splits, places, reports)
     return _open_source(name, folder, names, offered)
 
 
-def some(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
+def random_subset(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
     """Return ``limit`` of ``numbers``, ascending, drawn at random because the first rows of a manifest may all have the
     same class."""
     if limit is None or limit >= len(numbers):
@@ -234,7 +234,7 @@ def _check(
     channels = _ChannelStatistics()
     for number, (entry, label) in enumerate(zip(entries, labels.tolist(), strict=True)):
         try:
-            arrays = read_arrays(entry.file, present(wanted, entry.missing))
+            arrays = read_arrays(entry.file, present_arrays(wanted, entry.missing))
             shapes.check(arrays, entry.place)
         except BadSample as error:
             rejections.add(entry.place, error)
@@ -272,10 +272,10 @@ def _build_cache(
         write_store(folder, wanted, samples())
         (folder / "books.json").write_text(json.dumps({"numbers": numbers, "books": statistics.as_dict()}))
 
-    return built_once(cache_dir / "sensors" / key, build)
+    return build_once(cache_dir / "sensors" / key, build)
 
 
-def _open_source(name: str, folder: Path, label_names: Sequence[str], offered: Offered) -> SensorSource:
+def _open_source(name: str, folder: Path, label_names: Sequence[str], offered: OfferedRecordings) -> SensorSource:
     written = json.loads((folder / "books.json").read_text())
     statistics, store = SampleStatistics(**written["books"]), Store(folder)
     if not len(store):

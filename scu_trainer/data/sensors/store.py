@@ -19,7 +19,7 @@ from typing import Any, Optional
 import numpy
 import torch
 
-from scu_trainer.data.sensors.format import FORMS
+from scu_trainer.data.sensors.format import ARRAY_FORMATS
 from scu_trainer.data.store import storage_errors
 from scu_trainer.errors import StorageError
 
@@ -82,7 +82,7 @@ class Store:
     def _require_whole(self, name: str) -> None:
         path = self.folder / f"{name}.bin"
         items = int(self._ends[name][-1]) * math.prod(self.shapes[name])
-        expected_bytes = items * numpy.dtype(FORMS[name].kept_as).itemsize
+        expected_bytes = items * numpy.dtype(ARRAY_FORMATS[name].kept_as).itemsize
         found_bytes = path.stat().st_size if path.is_file() else 0
         if found_bytes != expected_bytes:
             raise _damaged(self.folder, f"{path.name} has {found_bytes:,} of {expected_bytes:,} bytes")
@@ -101,7 +101,7 @@ class Store:
     def _map(self, name: str) -> numpy.ndarray:
         if name not in self._maps:
             shape = (int(self._ends[name][-1]), *self.shapes[name])
-            self._maps[name] = numpy.memmap(self.folder / f"{name}.bin", FORMS[name].kept_as, "r", shape=shape)
+            self._maps[name] = numpy.memmap(self.folder / f"{name}.bin", ARRAY_FORMATS[name].kept_as, "r", shape=shape)
         return self._maps[name]
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy
 
-from scu_trainer.data.sensors.format import Recording, present, write_recordings
+from scu_trainer.data.sensors.format import Recording, present_arrays, write_recordings
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import DEFAULT_BRANCHES
 
@@ -68,7 +68,7 @@ def synthetic(
             "plume": _plume(rng, column, side),  # added later, so last: the other arrays keep their random numbers
             "geometry": _geometry(rng, (row + column) % side, side),
         }
-        shown = {name: arrays[name] for name in present(arrays, missing)}
+        shown = {name: arrays[name] for name in present_arrays(arrays, missing)}
         yield Recording(shown, label, missing, report=report_of(label, side))
 
 

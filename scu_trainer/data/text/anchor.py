@@ -15,10 +15,10 @@ from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.documents import TokenizedDocuments
 from scu_trainer.data.text.mixture_plan import mixture_plan
 from scu_trainer.data.text.packing import held_out_rows, held_out_schema, in_memory, training_rows, training_schema
-from scu_trainer.data.text.prepare import plan_of, sides_of, tokenized
+from scu_trainer.data.text.prepare import both_sides_uncounted, plan_of, tokenized
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
-from scu_trainer.settings.regularization import FEWEST_TO_RETAIN
+from scu_trainer.settings.regularization import FEWEST_RETAIN_DOCUMENTS
 
 if TYPE_CHECKING:
     import datasets
@@ -74,7 +74,7 @@ def read_anchor(
     Raises DataError for a text that cannot be found or read, or has too few documents.
     """
     of_model = (tokenizer, seed, cache_dir, model_name)
-    place = settings.place_of_source(name)
+    place = settings.index_of_source(name)
     if place is None:
         split = _split_separate_text(settings, name, most_documents, of_model)
     else:
@@ -84,7 +84,7 @@ def read_anchor(
     def held_out(which: str) -> datasets.Dataset:
         documents = split.judges.numbered(parts[which])
         rows = in_memory(held_out_rows(documents, split.settings, statistics), held_out_schema())
-        few = spread(numpy.asarray(rows["document"]))[:MOST_ROWS_PER_JUDGE]
+        few = round_robin_rows(numpy.asarray(rows["document"]))[:MOST_ROWS_PER_JUDGE]
         return rows if len(few) == len(rows) else rows.select(numpy.sort(few))
 
     schema = training_schema(bool(settings.isolate_documents))
@@ -125,7 +125,7 @@ def _split_separate_text(settings: DataSettings, name: str, most_documents: int,
     try:
         plan = plan_of(text_settings, *of_model)
         documents = tokenized(plan, plan.source, most_documents, DataStatistics())
-        parts = parted(documents.digests, plan.seed, f"{name} has", known)
+        parts = split_documents(documents.digests, plan.seed, f"{name} has", known)
     except DataError as error:
         if not settings.is_mixture:
             raise
@@ -140,7 +140,7 @@ def _split_source(settings: DataSettings, place: int, most_documents: int, of_mo
     its share."""
     mixture = mixture_plan(settings, *of_model)
     plan, name = mixture.plans[place], mixture.names[place]
-    sides = [sides_of(each) for each in mixture.plans]
+    sides = [both_sides_uncounted(each) for each in mixture.plans]
     known = numpy.concatenate([documents.digests[order] for documents, order, _, _ in sides])
     trained, train_order, judges, order = sides[place]
     digests = judges.digests[order]
@@ -148,7 +148,7 @@ def _split_source(settings: DataSettings, place: int, most_documents: int, of_mo
         "hold out more (validation_split_percentage, max_eval_documents, a larger held-out split), or give a text that "
         "is not trained on"
     )
-    parts = parted(digests, plan.seed, f"{name} holds out", known, 0.5, advice)
+    parts = split_documents(digests, plan.seed, f"{name} holds out", known, 0.5, advice)
     numbers = {part: order[parts[part]] for part in ("unseen", "measured")}
     numbers["replayed"] = train_order[:most_documents]
     return _Split(plan.settings, plan.fingerprint, judges, trained, numbers, int(numpy.isin(digests, known).sum()))
@@ -176,13 +176,13 @@ def _digests_of_data(settings: DataSettings, of_model: tuple) -> numpy.ndarray:
     if settings.streaming:
         return numpy.empty(0, dtype=numpy.int64)
     plans = mixture_plan(settings, *of_model).all_plans if settings.is_mixture else (plan_of(settings, *of_model),)
-    sides = map(sides_of, plans)
+    sides = map(both_sides_uncounted, plans)
     return numpy.concatenate(
         [part for documents, _, held_out, order in sides for part in (documents.digests, held_out.digests[order])]
     )
 
 
-def parted(
+def split_documents(
     digests: numpy.ndarray,
     seed: int,
     who_has: str,
@@ -196,24 +196,25 @@ def parted(
     in no part, because the verdict must not be about text that was learned. ``share``: share of the documents for
     measuring, and again for the verdict, at most MOST_PER_JUDGE each.
 
-    Raises DataError if fewer than FEWEST_TO_RETAIN different documents are left; ``who_has`` begins its message, and
-    ``advice`` ends it.
+    Raises DataError if fewer than FEWEST_RETAIN_DOCUMENTS different documents are left; ``who_has`` begins its
+    message, and ``advice`` ends it.
     """
     different, numbers = numpy.unique(digests, return_index=True)
     numbers = numbers[~numpy.isin(different, known)]
-    if len(numbers) < FEWEST_TO_RETAIN:
+    if len(numbers) < FEWEST_RETAIN_DOCUMENTS:
         of_data = len(different) - len(numbers)
         also = f" ({of_data} more are also in the training data)" if of_data else ""
         raise DataError(
-            f"retain: {who_has} {len(numbers)} different documents of {len(digests)}{also}, but {FEWEST_TO_RETAIN} "
-            f"are needed: {FEWEST_TO_RETAIN // 2} to measure on and {FEWEST_TO_RETAIN // 2} for the verdict; {advice}"
+            f"retain: {who_has} {len(numbers)} different documents of {len(digests)}{also}, but "
+            f"{FEWEST_RETAIN_DOCUMENTS} are needed: {FEWEST_RETAIN_DOCUMENTS // 2} to measure on and "
+            f"{FEWEST_RETAIN_DOCUMENTS // 2} for the verdict; {advice}"
         )
     order = numpy.random.default_rng([seed, len(numbers)]).permutation(numpy.sort(numbers))
-    count = min(MOST_PER_JUDGE, max(FEWEST_TO_RETAIN // 2, round(len(numbers) * share)))
+    count = min(MOST_PER_JUDGE, max(FEWEST_RETAIN_DOCUMENTS // 2, round(len(numbers) * share)))
     return {"unseen": order[:count], "measured": order[count : 2 * count], "replayed": order[2 * count :]}
 
 
-def spread(documents: numpy.ndarray) -> numpy.ndarray:
+def round_robin_rows(documents: numpy.ndarray) -> numpy.ndarray:
     """Return the row numbers so ordered that the first rows of all documents come first, then the second rows, etc."""
     order = numpy.argsort(documents, kind="stable")
     _, starts, counts = numpy.unique(documents[order], return_index=True, return_counts=True)

@@ -15,7 +15,7 @@ import jinja2
 
 from scu_trainer.data.messages import READ_KEYS, is_answer
 from scu_trainer.data.records import BadRow, Chat
-from scu_trainer.errors import DataError, nearest
+from scu_trainer.errors import DataError, did_you_mean
 from scu_trainer.run_files import read_regular
 from scu_trainer.settings.data import CHAT_TEMPLATES
 
@@ -42,7 +42,7 @@ def read_chat_template(name: str) -> str:
         return read_regular(path, MOST_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"chat_template {name!r} cannot be read: {error}{nearest(name, CHAT_TEMPLATES)}; give one of "
+            f"chat_template {name!r} cannot be read: {error}{did_you_mean(name, CHAT_TEMPLATES)}; give one of "
             f"{', '.join(CHAT_TEMPLATES)}, or the path of a Jinja file"
         ) from None
 
@@ -54,7 +54,7 @@ def spelled_markers(tokenizer, name: str) -> list[str]:
     return [mark for mark in markers if len(tokenizer(mark, add_special_tokens=False, verbose=False)["input_ids"]) > 1]
 
 
-def changing_end(tokenizer) -> str:
+def unstable_prompt_end(tokenizer) -> str:
     """Return the end of a prompt that is tokenized differently in training, where an answer follows, than in inference.
 
     A BPE tokenizer may join two line breaks, or a blank, to the text that follows. Returns "" if there is no such end,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy
 
 from scu_trainer.data.sources import Source
-from scu_trainer.data.statistics import DataStatistics, count_all
-from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
-from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, Reading, encoded
+from scu_trainer.data.statistics import DataStatistics, add_counts
+from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, Reading, encode_records
 from scu_trainer.data.text.packing import NumberedDocument, record_batches
 from scu_trainer.errors import DataError
 
@@ -73,7 +73,7 @@ def tokenized_documents(
         (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
 
     name = digest_of(DOCUMENTS_VERSION, source.identity, encoder.identity, limit)
-    folder = built_once(cache_dir / "documents" / name, write)
+    folder = build_once(cache_dir / "documents" / name, write)
     statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
     return TokenizedDocuments(open_arrow(folder / "documents.arrow"), statistics)
 
@@ -87,7 +87,7 @@ def usable_documents(
     """
     from tqdm.auto import tqdm
 
-    results = encoded(source.read(), encoder, processes)
+    results = encode_records(source.read(), encoder, processes)
     with_bar = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
     yield from islice(_usable(with_bar, encoder.skip_bad_rows, statistics), limit)
     if not statistics.rows_read and limit != 0:
@@ -112,9 +112,9 @@ def _usable(
 
 
 def _count_reading(document: Document, read: Reading, statistics: DataStatistics) -> None:
-    count_all(statistics.formats, {read.format: 1})
-    count_all(statistics.columns_not_used, dict.fromkeys(read.not_used, 1))
-    count_all(statistics.rendered_away, dict.fromkeys(read.rendered_away, 1))
+    add_counts(statistics.formats, {read.format: 1})
+    add_counts(statistics.columns_not_used, dict.fromkeys(read.not_used, 1))
+    add_counts(statistics.rendered_away, dict.fromkeys(read.rendered_away, 1))
     statistics.empty_answers += read.empty_answers
     for role in read.unknown_roles:
         statistics.unknown_role(role, document.name)

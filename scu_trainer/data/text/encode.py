@@ -14,8 +14,8 @@ from typing import NamedTuple, Optional, TypeVar
 import numpy
 import xxhash
 
-from scu_trainer.data.formats import Columns, understand
-from scu_trainer.data.messages import KNOWN_ROLES, is_answer, says_something
+from scu_trainer.data.formats import Columns, read_content
+from scu_trainer.data.messages import KNOWN_ROLES, has_content, is_answer
 from scu_trainer.data.records import AS_PLAIN_TEXT, BadRow, Chat, Completion, Content, Pair, Record, Text
 from scu_trainer.data.store import digest_of
 from scu_trainer.data.text.chat import chat_template_of, encode_chat, keys_left_out
@@ -108,7 +108,7 @@ class Encoder:
         try:
             if record.problem:
                 raise BadRow(record.problem)
-            content, name, not_used = understand(record.value, self.columns)
+            content, name, not_used = read_content(record.value, self.columns)
         except BadRow as error:
             return Dropped(UNREADABLE, f"{record.place}: {error}")
         if isinstance(content, Pair):
@@ -142,7 +142,7 @@ class Encoder:
     def _encode_chat(self, record: Record, content: Chat, read: Reading) -> Document | Dropped:
         template = chat_template_of(self.tokenizer, self.model_name)
         part = self._learned_part(content)
-        empty = [] if part == "all" else [message for message in _answers(content) if not says_something(message)]
+        empty = [] if part == "all" else [message for message in _answers(content) if not has_content(message)]
         for message in empty:
             message["weight"] = 0
         ids, learned, text, left_out = encode_chat(self.tokenizer, template, content, part)
@@ -204,7 +204,7 @@ def _has_something_to_learn(content: Content) -> bool:
     if content.is_pair:
         return bool(content.messages[-1]["content"].strip())
     answers = _answers(content)
-    return not answers or any(map(says_something, answers))
+    return not answers or any(map(has_content, answers))
 
 
 def _answers(chat: Chat) -> list[dict]:
@@ -231,7 +231,7 @@ def _tokenizer_state(tokenizer) -> list:
     return [{**backend, "padding": None, "truncation": None}, special, template]  # calls change these two
 
 
-def encoded(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> Iterator[Document | Dropped]:
+def encode_records(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> Iterator[Document | Dropped]:
     """Yield one result per record, in order. Only a few batches are in memory at a time."""
     batches = batched(records, lambda record: _count_characters(record.value), BATCH_RECORDS, BATCH_CHARACTERS)
     begun = list(islice(batches, 2)) if processes > 1 else []

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Optional
 import numpy
 
 from scu_trainer.data.statistics import DataStatistics, set_shares
-from scu_trainer.data.store import built_once, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, open_arrow, write_arrow
 from scu_trainer.data.text import prepare as one_source
 from scu_trainer.data.text.mixture_plan import (
     MixturePlan,
     mixture_plan,
     number_schema,
-    numbers,
-    prepared,
+    prepared_mixture,
     renumbered,
+    renumbered_batches,
     renumbered_in_memory,
     row_tokens,
     source_statistics,
@@ -57,7 +57,7 @@ def prepare(settings: DataSettings, tokenizer, *, seed: int, cache_dir: Path, mo
     if settings.streaming:
         return prepare_mixture_stream(mixture, parts, held_out)
     folder = cache_dir / "mixtures" / mixture.fingerprint
-    return _open(built_once(folder, lambda new: _write(new, mixture, parts, held_out)), mixture, parts, held_out)
+    return _open(build_once(folder, lambda new: _write(new, mixture, parts, held_out)), mixture, parts, held_out)
 
 
 def whole_held_out(
@@ -127,7 +127,7 @@ def _write(folder: Path, mixture: MixturePlan, parts: Sequence[PreparedData], he
         for side, column in (("train", "documents"), ("eval", "document")):
             rows = getattr(part, side)
             if rows is not None:
-                batches = numbers(rows, column, source, len(parts))
+                batches = renumbered_batches(rows, column, source, len(parts))
                 write_arrow(folder / f"{side}-{source}.arrow", number_schema(column), batches)
     (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
 
@@ -154,7 +154,7 @@ def _open(
         for source, part in enumerate(parts)
         if part.eval is not None
     ]
-    return prepared(mixture, train, statistics, parts, held_out_rows, held_out)
+    return prepared_mixture(mixture, train, statistics, parts, held_out_rows, held_out)
 
 
 # -- counts ------------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def _count_duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:
 
     What was read of an ``eval_dataset`` is added to ``statistics``, because no source has counted it."""
     trained, held_out = [], []
-    for documents, train_order, eval_source, eval_order in map(one_source.sides_of, mixture.plans):
+    for documents, train_order, eval_source, eval_order in map(one_source.both_sides_uncounted, mixture.plans):
         trained.append(documents.digests[train_order])
         held_out.append(eval_source.digests[eval_order])
     if mixture.held_out is not None:

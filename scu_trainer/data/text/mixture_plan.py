@@ -61,7 +61,7 @@ class MixturePlan(NamedTuple):
 def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> MixturePlan:
     """Return the plan of a mixture. Raises DataError if a source cannot be found or read."""
     sources = settings.sources
-    plans = [plan_of(settings.of_source(source), tokenizer, seed, cache_dir, model_name) for source in sources]
+    plans = [plan_of(settings.settings_of_source(source), tokenizer, seed, cache_dir, model_name) for source in sources]
     if settings.eval_dataset is None:
         return MixturePlan(settings, sources, tuple(plans), None)
     plans = [
@@ -133,7 +133,7 @@ def rows_of_others(held_out: datasets.Dataset, source: int, count: int) -> Optio
     return held_out.select(left) if len(left) else None
 
 
-def prepared(
+def prepared_mixture(
     mixture: MixturePlan,
     train: Union[datasets.Dataset, datasets.IterableDataset],
     statistics: DataStatistics,
@@ -164,7 +164,7 @@ def number_schema(column: str) -> pyarrow.Schema:
     return pyarrow.schema([rows.field(column)])
 
 
-def numbers(rows: datasets.Dataset, column: str, source: int, count: int) -> Iterator[pyarrow.RecordBatch]:
+def renumbered_batches(rows: datasets.Dataset, column: str, source: int, count: int) -> Iterator[pyarrow.RecordBatch]:
     """Yield ``column`` of the rows of one source, with the document numbers of the mixture."""
     import pyarrow
     import pyarrow.compute
@@ -201,7 +201,9 @@ def renumbered_in_memory(rows: datasets.Dataset, source: int, count: int) -> dat
     import datasets
     import pyarrow
 
-    table = pyarrow.Table.from_batches(list(numbers(rows, "document", source, count)), number_schema("document"))
+    table = pyarrow.Table.from_batches(
+        list(renumbered_batches(rows, "document", source, count)), number_schema("document")
+    )
     return renumbered(rows, "document", datasets.Dataset(table))
 
 

@@ -11,14 +11,14 @@ from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.data.text.mixture_plan import (
     MixturePlan,
     number_in_mixture,
-    prepared,
+    prepared_mixture,
     renumbered_in_memory,
     source_statistics,
     statistics_of,
 )
 from scu_trainer.data.text.packing import training_schema
 from scu_trainer.data.text.plan import PreparedData
-from scu_trainer.data.text.shares import in_shares
+from scu_trainer.data.text.shares import mix_by_shares
 from scu_trainer.data.text.stream import TrainingStream
 
 
@@ -60,7 +60,7 @@ class MixtureStream:
 
         if self.mixture.shares is None:
             return ((source, row) for source in range(len(counts)) for row in start(source))
-        return in_shares(self.mixture.shares, start, self.mixture.settings.stopping_strategy)
+        return mix_by_shares(self.mixture.shares, start, self.mixture.settings.stopping_strategy)
 
     def _count(self, counts: list[SourceStatistics], source: int, row: dict) -> None:
         learned = int((row["labels"] != NOT_LEARNED).sum())
@@ -99,4 +99,4 @@ def prepare_mixture_stream(
         for source, part in enumerate(parts)
         if part.eval is not None
     ]
-    return prepared(mixture, train, statistics, parts, held_out_rows, held_out)
+    return prepared_mixture(mixture, train, statistics, parts, held_out_rows, held_out)

@@ -18,8 +18,8 @@ import numpy
 
 from scu_trainer.data.sources import Source, held_out_source, training_source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import built_once, open_arrow, write_arrow
-from scu_trainer.data.text.chat import changing_end, read_chat_template, spelled_markers
+from scu_trainer.data.store import build_once, open_arrow, write_arrow
+from scu_trainer.data.text.chat import read_chat_template, spelled_markers, unstable_prompt_end
 from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
 from scu_trainer.data.text.encode import Encoder
 from scu_trainer.data.text.packing import (
@@ -52,7 +52,7 @@ def prepare_plan(plan: EncodingPlan) -> PreparedData:
     """
     if plan.settings.streaming:
         return prepare_stream(plan)
-    folder = built_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
+    folder = build_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
     prepared = _open(folder)
     prepared.statistics.notes[:0] = plan.notes  # not cached: they also describe files next to the data, as of now
     return prepared
@@ -62,7 +62,7 @@ def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
     """Return the held-out documents of a plan with block_size WHOLE, one per row, in memory; None if there are none."""
     if plan.settings.streaming:
         return prepare_stream(plan).eval
-    _, _, documents, order = sides_of(plan)
+    _, _, documents, order = both_sides_uncounted(plan)
     rows = in_memory(held_out_rows(documents.numbered(order), plan.settings, DataStatistics()), held_out_schema())
     return rows if len(rows) else None
 
@@ -85,7 +85,7 @@ def _template_notes(tokenizer, template: str) -> Iterator[str]:
             f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and splits "
             f"{'it' if len(spelled) == 1 else 'them'} into several; that is learned too, but takes more tokens"
         )
-    if end := changing_end(tokenizer):
+    if end := unstable_prompt_end(tokenizer):
         yield (
             f"chat_template {template}: this tokenizer makes different tokens of {end!r} at the end of a prompt than "
             "before an answer, so the prompt at inference differs from the one in training; give a template with a "
@@ -130,7 +130,9 @@ def both_sides(
     return documents, train_order, eval_source, eval_order
 
 
-def sides_of(plan: EncodingPlan) -> tuple[TokenizedDocuments, numpy.ndarray, TokenizedDocuments, numpy.ndarray]:
+def both_sides_uncounted(
+    plan: EncodingPlan,
+) -> tuple[TokenizedDocuments, numpy.ndarray, TokenizedDocuments, numpy.ndarray]:
     """Return ``both_sides`` again without counting, after ``prepare_plan`` has counted them."""
     uncounted = DataStatistics()
     return both_sides(plan, functools.partial(tokenized, plan, statistics=uncounted), uncounted)
@@ -145,7 +147,7 @@ def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics:
     if not len(documents):
         raise DataError(
             f"{source.name} has no document to learn from. {documents.statistics.rows_read:,} rows read, dropped: "
-            f"{documents.statistics.dropped_in_words()}. Check text_column, or completion_only_loss and "
+            f"{documents.statistics.describe_dropped()}. Check text_column, or completion_only_loss and "
             "assistant_only_loss if the rows hold prompts only"
         )
     column, formats = plan.encoder.columns.system, documents.statistics.formats
@@ -181,7 +183,7 @@ def _write_training_rows(
     write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
     if not statistics.supervised_tokens:
         raise DataError(
-            f"no training row of {plan.source.name} has a token to learn; dropped: {statistics.dropped_in_words()}. "
+            f"no training row of {plan.source.name} has a token to learn; dropped: {statistics.describe_dropped()}. "
             "Raise block_size, or set completion_only_loss or assistant_only_loss to false"
         )
 

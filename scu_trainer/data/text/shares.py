@@ -84,7 +84,7 @@ class EvenChoice:
         return chosen
 
 
-def in_shares(
+def mix_by_shares(
     shares: Sequence[Fraction], start: Callable[[int], Iterator[Row]], stopping_strategy: str
 ) -> Iterator[tuple[int, Row]]:
     """Yield (source, row) so that every prefix has the requested shares. ``start(source)`` returns an iterator over its

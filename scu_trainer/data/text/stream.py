@@ -50,7 +50,7 @@ class TrainingStream:
         if not self.statistics.supervised_tokens:
             raise DataError(
                 f"{plan.source.name} has nothing to learn after the {self.skip} held-out documents; dropped: "
-                f"{self.statistics.dropped_in_words()}"
+                f"{self.statistics.describe_dropped()}"
             )
 
     def _numbered(self, documents: Iterator[Document]) -> Iterator[NumberedDocument]:
@@ -121,5 +121,5 @@ def _first_of_training(plan: EncodingPlan, statistics: DataStatistics) -> list[D
 def _first_documents(plan: EncodingPlan, source: Source, limit: int, statistics: DataStatistics) -> list[Document]:
     documents = list(usable_documents(source, plan.encoder, limit, 1, statistics))
     if not documents:
-        raise DataError(f"{source.name} has no usable document; dropped: {statistics.dropped_in_words()}")
+        raise DataError(f"{source.name} has no usable document; dropped: {statistics.describe_dropped()}")
     return documents

@@ -19,7 +19,7 @@ import numpy
 
 from scu_trainer.data.sources import Source, held_out_source, notes_of, training_source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.packing import (
     NumberedDocument,
     held_out_rows,
@@ -162,7 +162,7 @@ def prepare_words(
         held_out = _source(replace(data, dataset=data.eval_dataset), own, cache_dir, is_held_out=True)
     data = replace(data, packing=False, isolate_documents=False)
     plan = _Plan(data, own, source, held_out, seed, cache_dir, known)
-    folder = built_once(cache_dir / "words" / plan.folder_name, lambda new: _write(new, plan))
+    folder = build_once(cache_dir / "words" / plan.folder_name, lambda new: _write(new, plan))
     return _open(folder)
 
 
@@ -274,7 +274,7 @@ def _write_training_rows(folder: Path, encoder: _Encoder, texts: Texts, order: n
     rows = ({**row, "category_ids": int(category_ids[row["documents"][0]])} for row in rows)
     write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
     if not encoder.statistics.supervised_tokens:
-        raise DataError(f"{plan.source.name} has no word to learn; dropped: {encoder.statistics.dropped_in_words()}")
+        raise DataError(f"{plan.source.name} has no word to learn; dropped: {encoder.statistics.describe_dropped()}")
 
 
 def _write_held_out_rows(

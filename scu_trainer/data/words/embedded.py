@@ -14,7 +14,7 @@ from pathlib import Path
 from scu_trainer.data.embedded import docstrings_of, embedded_identity, python_docs, stdlib_modules
 from scu_trainer.data.records import Record
 from scu_trainer.data.sources import Source
-from scu_trainer.data.store import built_once, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, open_arrow, write_arrow
 from scu_trainer.errors import DataError
 from scu_trainer.settings.words import EMBEDDED_WORD_DATASET
 
@@ -29,7 +29,7 @@ def embedded_sections(cache_dir: Path, text_column: str, category_column: str | 
     identity = [*embedded_identity(EMBEDDED_WORD_DATASET), SECTIONS_VERSION]
 
     def read() -> Iterator[Record]:
-        folder = built_once(cache_dir / "embedded" / "-".join(identity[1:]), _extract)
+        folder = build_once(cache_dir / "embedded" / "-".join(identity[1:]), _extract)
         for row in open_arrow(folder / "sections.arrow"):
             category = {category_column: row["category"]} if category_column else {}
             yield Record(row["name"], {text_column: row["text"], **category})

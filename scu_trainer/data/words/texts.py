@@ -14,11 +14,11 @@ import xxhash
 from scu_trainer.data.records import BadRow, Record
 from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import built_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
 from scu_trainer.data.text.documents import StoredDocuments
 from scu_trainer.data.text.encode import EMPTY, UNREADABLE, batched
 from scu_trainer.data.text.packing import record_batches
-from scu_trainer.errors import DataError, nearest
+from scu_trainer.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow
@@ -72,12 +72,12 @@ def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: i
         (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
 
     name = digest_of(TEXTS_VERSION, source.identity, columns, skip_bad_rows, limit)
-    folder = built_once(cache_dir / "texts" / name, write)
+    folder = build_once(cache_dir / "texts" / name, write)
     texts = Texts(open_arrow(folder / "texts.arrow"), DataStatistics(**json.loads((folder / "books.json").read_text())))
     if not len(texts):
         raise DataError(
             f"{source.name} has no text to learn from. {texts.statistics.rows_read:,} rows read, dropped: "
-            f"{texts.statistics.dropped_in_words()}. Check text_column and category_column"
+            f"{texts.statistics.describe_dropped()}. Check text_column and category_column"
         )
     return texts
 
@@ -125,7 +125,7 @@ def _value_of(row: dict, column: str, setting: str, otherwise: str):
     if column not in row:
         raise BadRow(
             f"has no column {column!r}; its columns: {', '.join(map(str, row)) or 'none'}"
-            f"{nearest(column, map(str, row))}. Name it with --{setting}{otherwise}"
+            f"{did_you_mean(column, map(str, row))}. Name it with --{setting}{otherwise}"
         )
     return row[column]
 

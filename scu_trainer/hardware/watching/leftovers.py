@@ -87,7 +87,7 @@ class Users:
         pid = next((pid for file, pid in self.files.items() if file == resolved or resolved in file.parents), None)
         return None if pid is None else f"in use by process {pid}"
 
-    def any_of_ours(self) -> Optional[str]:
+    def possible_user(self) -> Optional[str]:
         """Return which process of this project may be about to open an entry, in words; None if there is none."""
         if not self.is_complete:
             return "this system does not report which process uses it"
@@ -162,14 +162,14 @@ def cached(cache_dir: Path, kinds: Sequence[str], who: Users) -> Iterator[Leftov
             if path.is_dir() and CACHE_ENTRY.fullmatch(path.name):
                 whole = path.name.removesuffix(PART)
                 lock = functools.partial(_file_lock, folder / f"{whole}.lock")
-                used_by = who.any_of_ours() or who.of(path) or locked_by(lock)
+                used_by = who.possible_user() or who.of(path) or locked_by(lock)
                 sizes = (CACHE_ENTRY, size_bytes(path))
                 yield Leftover(f"cache: {kind}", folder, path.name, *sizes, used_by, lock, f"{whole}{PART}", True)
 
 
 @contextlib.contextmanager
 def _file_lock(lock: Path) -> Iterator[None]:
-    """Hold the lock of ``data.store.built_once``, so that no process builds the entry meanwhile. Raises InUse."""
+    """Hold the lock of ``data.store.build_once``, so that no process builds the entry meanwhile. Raises InUse."""
     from filelock import FileLock, Timeout
 
     try:
@@ -185,7 +185,7 @@ def scratch(folder: Path, prefixes: Iterable[str], who: Users) -> Iterator[Lefto
         pattern = re.compile(re.escape(prefix) + TEMPORARY_NAME)
         for path in sorted(folder.glob(f"{prefix}*")):
             if pattern.fullmatch(path.name) and path.is_dir() and path.stat().st_uid == os.getuid():
-                used_by = who.any_of_ours() or who.of(path)
+                used_by = who.possible_user() or who.of(path)
                 sizes = (pattern, size_bytes(path))
                 yield Leftover("scratch folder", folder, path.name, *sizes, used_by, may_be_opened=True)
 
@@ -241,7 +241,7 @@ def remove(item: Leftover, who: Callable[[], Users] = users) -> int:
         raise InUse(item.used_by)
     with item.lock():
         living = who()
-        current = (living.any_of_ours() if item.may_be_opened else None) or living.of(item.path)
+        current = (living.possible_user() if item.may_be_opened else None) or living.of(item.path)
         if current is not None:
             raise InUse(current)
         if item.aside is None or item.name == item.aside:

@@ -45,12 +45,12 @@ def write_gguf(weights: Path, output: Path, outtype: str, converter: Optional[Pa
 
     Raises ModelError with the converter's reason if it fails, and OSError if the disk is full.
     """
-    rule = words_rule(weights / "tokenizer.json")
+    rule = word_rule_name(weights / "tokenizer.json")
     words = [str(weights), "--outfile", str(output), "--outtype", outtype, *(["--pre", rule] if rule else [])]
     _run(converter, "the converter of llama.cpp cannot write this model", *words)
 
 
-def take_sentencepiece(sources: Iterable[str], weights: Path) -> None:
+def copy_sentencepiece_model(sources: Iterable[str], weights: Path) -> None:
     """Copy tokenizer.model from the first of ``sources`` (folders and Hub ids) that has it into ``weights``.
 
     The converter needs this SentencePiece file for some tokenizers; everything else reads tokenizer.json instead.
@@ -65,7 +65,7 @@ def take_sentencepiece(sources: Iterable[str], weights: Path) -> None:
             shutil.copyfile(found, target)
 
 
-def words_rule(tokenizer_json: Path) -> Optional[str]:
+def word_rule_name(tokenizer_json: Path) -> Optional[str]:
     """Return llama.cpp's name for the rule by which a byte-level tokenizer splits words; None for other rules."""
     if not tokenizer_json.is_file():
         return None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from packaging.version import Version
 
-from scu_trainer.errors import ModelError, nearest
-from scu_trainer.models.loading.names import as_model_error, rows_of_adapter
+from scu_trainer.errors import ModelError, did_you_mean
+from scu_trainer.models.loading.names import as_model_error, embedding_rows_of_adapter
 from scu_trainer.models.quantize import is_mamba
 from scu_trainer.settings.model import MUTATING
 
@@ -45,7 +45,7 @@ def active_config(model: nn.Module) -> Optional[PeftConfig]:
     return next(iter(active_configs(model)), None)
 
 
-def cannot_write(model: nn.Module) -> Optional[str]:
+def generation_obstacle(model: nn.Module) -> Optional[str]:
     """Return why ``model`` would generate wrong text; None if it would not.
 
     peft puts a learned prompt before the text. If peft is older than transformers needs, it does not find the cache and
@@ -64,7 +64,7 @@ def cannot_write(model: nn.Module) -> Optional[str]:
     )
 
 
-def takes_from_base(config: Any) -> bool:
+def changes_base_weights(config: Any) -> bool:
     """Return whether an adapter of this configuration subtracts its initial value from the base weights, as PiSSA does.
 
     With such an adapter disabled, the weights differ from those of the base model.
@@ -126,7 +126,7 @@ def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Option
             leaves = sorted({_leaf(name) for name in _linear_names(model)})
             raise ModelError(
                 f"lora_target_modules: the model has no module {target!r}; its linear layers: {', '.join(leaves)}"
-                f"{nearest(target, leaves)}"
+                f"{did_you_mean(target, leaves)}"
             )
     ineffective = [n for n in bypassed_projections(model) if any(n == t or n.endswith(f".{t}") for t in wanted)]
     if ineffective:
@@ -200,7 +200,7 @@ def _saved_modules(model: nn.Module, settings: ModelSettings, adapters: AdapterP
     for wanted in (*(settings.modules_to_save or ()), *(settings.exclude_modules or ())):
         if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
             leaves = sorted({_leaf(name) for name in names})
-            raise ModelError(f"the model has no module {wanted!r}{nearest(wanted, leaves)}; check modules_to_save")
+            raise ModelError(f"the model has no module {wanted!r}{did_you_mean(wanted, leaves)}; check modules_to_save")
     return [*(adapters.modules_to_save or ()), *(settings.modules_to_save or ())] or None
 
 
@@ -240,9 +240,9 @@ def grow_embeddings(model: nn.Module, rows: int) -> None:
         model.resize_token_embeddings(rows)
 
 
-def grow_for_adapter(model: nn.Module, adapter: Path) -> None:
+def grow_embeddings_for_adapter(model: nn.Module, adapter: Path) -> None:
     """Resize the embeddings for the new tokens of an adapter, which holds their rows or a whole grown embedding."""
-    grow_embeddings(model, max(rows_of_adapter(adapter), _saved_rows(model, adapter)))
+    grow_embeddings(model, max(embedding_rows_of_adapter(adapter), _saved_rows(model, adapter)))
 
 
 def _saved_rows(model: nn.Module, adapter: Path) -> int:
@@ -260,9 +260,9 @@ def _saved_rows(model: nn.Module, adapter: Path) -> int:
     return max((rows for module, rows in grown if module is model.get_input_embeddings()), default=0)
 
 
-def has_rows_alone(adapter: Path) -> bool:
+def has_single_trained_rows(adapter: Path) -> bool:
     """Return whether an adapter trained single rows of an embedding without saving the whole embedding."""
-    return rows_of_adapter(adapter) > 0 and not any(ROWS_IN_WHOLE in key for key in _saved_shapes(adapter))
+    return embedding_rows_of_adapter(adapter) > 0 and not any(ROWS_IN_WHOLE in key for key in _saved_shapes(adapter))
 
 
 def _saved_shapes(adapter: Path) -> dict[str, list[int]]:
@@ -276,7 +276,7 @@ def _saved_shapes(adapter: Path) -> dict[str, list[int]]:
         return {key: saved.get_slice(key).get_shape() for key in saved.keys()}
 
 
-def choose_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
+def freeze_unselected_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
     """For ``tuning: full``, freeze all weights but those in ``trainable_parameters`` and not in ``frozen_parameters``.
 
     Without these settings nothing changes. Raises ModelError for a pattern that matches no weight, and if nothing is
@@ -305,7 +305,7 @@ def _kinds_of_weights(names: list[str]) -> str:
     return ", ".join(kinds[:12]) + (", ..." if len(kinds) > 12 else "")
 
 
-def save_rows_alone(model: nn.Module) -> nn.Module:
+def save_only_new_rows(model: nn.Module) -> nn.Module:
     """Make ``model.save_pretrained`` save only the rows of new tokens.
 
     By default peft saves the whole embedding, because it has grown.

@@ -1,6 +1,6 @@
 """``device_map``: spread the weights of one process over GPUs, main memory and disk, planned before any is loaded.
 
-    refuse_unsound(settings, training)          refuse settings that cannot be combined with device_map
+    require_compatible_training(settings, training)          refuse settings that cannot be combined with device_map
     check_limits(settings, memory, gpus)        check the limits that the user gave
     place(settings, memory, free) -> Placement  plan from a model without weights, and refuse an untrainable plan
     from_pretrained(name, **arguments)          accelerate's hooks then fetch offloaded weights whenever a layer runs
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.models.loading.offload_folder import OffloadFolder
-from scu_trainer.models.quantize import skeleton_of
+from scu_trainer.models.quantize import meta_model
 from scu_trainer.run_files import require_room, require_writable
 from scu_trainer.settings import MemorySettings, ModelSettings
 from scu_trainer.settings.base import require
@@ -38,7 +38,7 @@ DROP = "drop device_map"
 
 
 @dataclass(frozen=True)
-class Free:
+class FreeMemory:
     """Free bytes of each CUDA GPU that training may use (no GPU with ``use_cpu``), and of main memory."""
 
     gpu_bytes: tuple[int, ...]
@@ -88,14 +88,14 @@ class Placement:
         return f"weights: {parts}{hint if self.is_offloaded and not checkpoints else ''}"
 
 
-def asks_for_fsdp(training: TrainingArguments) -> bool:
+def is_fsdp_requested(training: TrainingArguments) -> bool:
     """Return whether the settings or ``accelerate launch`` turn FSDP on."""
     from accelerate.utils import parse_flag_from_env
 
     return bool(training.fsdp) or parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
-def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None:
+def require_compatible_training(settings: ModelSettings, training: TrainingArguments) -> None:
     """Raise SettingsError if a model with a ``device_map`` cannot be trained with this launcher or these options."""
     if settings.device_map is None:
         return
@@ -113,7 +113,7 @@ def refuse_unsound(settings: ModelSettings, training: TrainingArguments) -> None
         f"and offload_param",
     )
     require(
-        not asks_for_fsdp(training),
+        not is_fsdp_requested(training),
         f"{name} and FSDP both decide where weights are placed; {DROP}",
     )
     require(
@@ -159,7 +159,7 @@ def check_limits(settings: ModelSettings, memory: MemorySettings, gpus: int) -> 
 def place(
     settings: ModelSettings,
     memory: MemorySettings,
-    free: Free,
+    free: FreeMemory,
     quantization_config: Any = None,
     auto: Any = None,
     kept: Sequence[str] = (),
@@ -199,7 +199,7 @@ def _skeleton(settings: ModelSettings, quantization_config: Any, auto: Any) -> t
 
     remote = {"trust_remote_code": settings.trust_remote_code}
     config = AutoConfig.from_pretrained(settings.model_name_or_path, revision=settings.model_revision, **remote)
-    model = skeleton_of(config, **remote, auto=auto, dtype=_weight_dtype(settings, config))
+    model = meta_model(config, **remote, auto=auto, dtype=_weight_dtype(settings, config))
     if quantization_config is None:
         return model, None
     quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
@@ -236,7 +236,7 @@ class _Sizes:
         return cls(by_module, largest, by_module[first_weight.rpartition(".")[0]])
 
 
-def _limits(memory: MemorySettings, free: Free) -> dict[Device, int]:
+def _limits(memory: MemorySettings, free: FreeMemory) -> dict[Device, int]:
     """Return the bytes that weights may take on each device: the user's limit, but never more than is free."""
 
     def limit(wanted_gib: Optional[float], free_bytes: int) -> int:

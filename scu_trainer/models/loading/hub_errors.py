@@ -57,12 +57,12 @@ def hub_line(error: BaseException, repo_id: str) -> Optional[str]:
     return None
 
 
-def without_again(line: str) -> str:
+def without_retry_advice(line: str) -> str:
     """Return ``line`` without the advice to run the command again: after a training, that would train again."""
     return re.sub(f"(; |, then ){re.escape(AGAIN)}$", "", line)
 
 
-def end_stalls() -> None:
+def set_connection_timeout() -> None:
     """Set the timeout of huggingface_hub's session in this process; call it again if the session was replaced.
 
     huggingface_hub makes a new session after some errors.
@@ -78,7 +78,7 @@ def endpoint() -> str:
     return constants.ENDPOINT
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient_error(error: BaseException) -> bool:
     """Return whether the same request may succeed in a moment, as after a broken connection or with a busy server."""
     return any(status_of(cause) in PASSING_STATUS or is_broken_connection(cause) for cause in _causes(error))
 

@@ -15,41 +15,41 @@ from scu_trainer.models.loading.adapters import (
     CAUSAL,
     AdapterPlan,
     adapter_config,
-    choose_weights,
-    grow_for_adapter,
-    has_rows_alone,
-    save_rows_alone,
+    freeze_unselected_weights,
+    grow_embeddings_for_adapter,
+    has_single_trained_rows,
+    save_only_new_rows,
 )
 from scu_trainer.models.loading.causal import require_causal
-from scu_trainer.models.loading.dispatch import Free, Placement, place
+from scu_trainer.models.loading.dispatch import FreeMemory, Placement, place
 from scu_trainer.models.loading.mapped_files import release_mapped_files
 from scu_trainer.models.loading.names import (
     as_model_error,
     base_of,
     check_source,
+    expanded_name,
     is_adapter,
     loading_errors,
-    located,
 )
 from scu_trainer.models.loading.offloaded import adapt, adapt_as_saved, has_offloaded_weights
 from scu_trainer.models.loading.possible import require_room_for
 from scu_trainer.models.loading.safety import (
     PICKLED_WEIGHTS,
     SAFE_WEIGHTS,
-    announce_code,
     require_safe_adapter,
     require_safe_weights,
     safetensors_only,
+    warn_about_code,
 )
 from scu_trainer.models.quantize import (
+    cast_bfloat16_weights,
     compute_dtype_of,
-    give_type,
-    keep_as_loaded,
-    packed_of_another_shape,
+    meta_model,
+    mismatched_packed_weights,
     prepare_quantized,
+    prevent_repacking,
     quantization_config,
     require_quantization,
-    skeleton_of,
     stored_quantization,
 )
 from scu_trainer.settings import MemorySettings, ModelSettings
@@ -75,11 +75,11 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
     name = settings.model_name_or_path
     check_source(name, "tokenizer")
-    source = located(name)
+    source = expanded_name(name)
     if Path(source).is_dir() and not any((Path(source) / file).is_file() for file in TOKENIZER):
         source = base_of(source)
     with as_model_error(source, "tokenizer", settings.model_revision, name):
-        announce_code(source, settings)
+        warn_about_code(source, settings)
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 source, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
@@ -133,7 +133,7 @@ def load_model(
     require_quantization(settings, device)
     dtype = loading_dtype(settings)
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
-        announce_code(name, settings)
+        warn_about_code(name, settings)
         require_safe_weights(name, settings)
         config = read_config(name, settings)
         require_causal(config, name)
@@ -193,9 +193,9 @@ def read_model(
     model.offload_folder = folder  # keeps the folder until the model is freed
     is_unpacked = stored_quantization(config) and not getattr(model, "is_quantized", False)
     if settings.tuning != "qlora" and is_unpacked and not isinstance(dtype, str):
-        give_type(model, dtype)
-    keep_as_loaded(model)  # even without packing here, because its files may hold 4-bit weights
-    mismatched = [*(entry[0] for entry in report["mismatched_keys"]), *packed_of_another_shape(model)]
+        cast_bfloat16_weights(model, dtype)
+    prevent_repacking(model)  # even without packing here, because its files may hold 4-bit weights
+    mismatched = [*(entry[0] for entry in report["mismatched_keys"]), *mismatched_packed_weights(model)]
     return model, sorted({*report["missing_keys"], *mismatched})
 
 
@@ -229,11 +229,11 @@ def config_of(settings: ModelSettings) -> PretrainedConfig:
     check_source(settings.model_name_or_path)
     name = base_of(settings.model_name_or_path)
     with as_model_error(name, "configuration", settings.model_revision, settings.model_name_or_path):
-        announce_code(name, settings)
+        warn_about_code(name, settings)
         return read_config(name, settings)
 
 
-def check_weights(settings: ModelSettings) -> bool:
+def has_loadable_weights(settings: ModelSettings) -> bool:
     """Return whether the folder that ``load_model`` would read holds weights.
 
     Reads only the headers of the files. Raises ModelError if a file is missing or damaged, as ``load_model`` would.
@@ -259,7 +259,7 @@ def _packing_config(
     """Return how to pack weights into 4 or 8 bits while loading; None without qlora, or if the files are packed."""
     if settings.tuning != "qlora":
         return None
-    skeleton = skeleton_of(config, settings.trust_remote_code)
+    skeleton = meta_model(config, settings.trust_remote_code)
     return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
 
 
@@ -269,7 +269,7 @@ def classes_of(config: PretrainedConfig) -> tuple[str, ...]:
     return tuple(names.get(number, f"LABEL_{number}") for number in range(config.num_labels))
 
 
-def fields_of_classes(names: Sequence[str]) -> dict[str, Any]:
+def class_fields(names: Sequence[str]) -> dict[str, Any]:
     """Return the configuration fields that store the class ``names``; ``classes_of`` reads them back."""
     numbers = {name: number for number, name in enumerate(names)}
     return {"num_labels": len(names), "id2label": dict(enumerate(names)), "label2id": numbers}
@@ -305,7 +305,7 @@ def _bytes_per_weight(config: PretrainedConfig, dtype: Any, settings: ModelSetti
 
 
 def plan_placement(
-    settings: ModelSettings, memory: MemorySettings, free: Free, *, device: torch.device
+    settings: ModelSettings, memory: MemorySettings, free: FreeMemory, *, device: torch.device
 ) -> Optional[Placement]:
     """Plan where ``device_map`` puts the weights, before any is loaded; None if ``device_map`` is not set.
 
@@ -316,7 +316,7 @@ def plan_placement(
     check_source(settings.model_name_or_path)
     name = base_of(settings.model_name_or_path)
     with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
-        announce_code(name, settings)
+        warn_about_code(name, settings)
         base_settings = replace(settings, model_name_or_path=name)
         return place(base_settings, memory, free, _packing_config(read_config(name, settings), settings, device))
 
@@ -324,8 +324,8 @@ def plan_placement(
 def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> nn.Module:
     """Make the weights trainable that ``tuning`` asks for, and add adapters if it needs them.
 
-    ``tuning: full`` trains the weights that ``choose_weights`` selects, by default all of them. LoRA freezes the base
-    model and adds adapters on ``lora_target_modules``, or on the layers of the plan ``adapters``. If
+    ``tuning: full`` trains the weights that ``freeze_unselected_weights`` selects, by default all of them. LoRA
+    freezes the base model and adds adapters on ``lora_target_modules``, or on the layers of the plan ``adapters``. If
     ``model_name_or_path`` is an adapter, training continues from it with its own configuration.
 
     Raises ModelError for full tuning of an adapter, and for module names that the model does not have.
@@ -336,21 +336,21 @@ def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters
             raise ModelError(
                 f"tuning: full cannot start from the adapter {adapter}; give its base model, or use tuning: lora"
             )
-        return choose_weights(model, settings)
+        return freeze_unselected_weights(model, settings)
     if is_adapter(adapter):
-        grow_for_adapter(model, adapter)
+        grow_embeddings_for_adapter(model, adapter)
         if has_offloaded_weights(model):
             require_safe_adapter(adapter, settings.allow_pickle)
             with as_model_error(str(adapter), "adapter"):
                 return adapt_as_saved(model, adapter)
-        adapted = with_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
-        return save_rows_alone(adapted) if has_rows_alone(adapter) else adapted
+        adapted = load_saved_adapter(model, adapter, is_trainable=True, allow_pickle=settings.allow_pickle)
+        return save_only_new_rows(adapted) if has_single_trained_rows(adapter) else adapted
     config = adapter_config(model, settings, adapters)
     with warnings.catch_warnings():
         # peft detects for each layer whether its weight is transposed, and warns every time.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         adapted = adapt(model, config)
-    return save_rows_alone(adapted) if adapters.new_rows else adapted
+    return save_only_new_rows(adapted) if adapters.new_rows else adapted
 
 
 def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedModel:
@@ -359,20 +359,20 @@ def load_for_evaluation(path_or_id: str, settings: ModelSettings) -> PreTrainedM
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(replace(settings, model_name_or_path=path_or_id), device=device)
-    model = for_evaluation(model, path_or_id, settings)
+    model = prepare_for_evaluation(model, path_or_id, settings)
     return model if settings.tuning == "qlora" else model.to(device)  # 8-bit weights cannot be moved
 
 
-def for_evaluation(model: PreTrainedModel, name: str, settings: ModelSettings) -> nn.Module:
+def prepare_for_evaluation(model: PreTrainedModel, name: str, settings: ModelSettings) -> nn.Module:
     """Return ``model`` frozen and in evaluation mode, with the adapter in the folder ``name`` if there is one."""
     path = Path(name).expanduser()
     if is_adapter(path):
-        grow_for_adapter(model, path)
-        model = with_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
+        grow_embeddings_for_adapter(model, path)
+        model = load_saved_adapter(model, path, is_trainable=False, allow_pickle=settings.allow_pickle)
     return model.eval().requires_grad_(False)
 
 
-def with_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool) -> nn.Module:
+def load_saved_adapter(model: PreTrainedModel, adapter: Path, is_trainable: bool, allow_pickle: bool) -> nn.Module:
     """Add the adapter saved in the folder ``adapter``. Raises ModelError if it cannot be read or lacks weights."""
     from peft import PeftModel
 

@@ -15,9 +15,9 @@ from typing import Any, Optional, Union
 
 from scu_trainer.errors import NEAR, ModelError, UserError
 from scu_trainer.models.loading.possible import require_sane_config
-from scu_trainer.models.loading.safety import code_refusal, needs_code, reason_of
+from scu_trainer.models.loading.safety import code_refusal, needs_code, unpickling_reason
 from scu_trainer.models.published import ADAPTER, PROCESSOR
-from scu_trainer.run_files import NOT_FETCHED, found_above, is_not_fetched, read_regular
+from scu_trainer.run_files import NOT_FETCHED, is_not_fetched, read_regular, resolve_from_run
 from scu_trainer.settings import ModelSettings
 
 
@@ -32,7 +32,7 @@ def check_source(name_or_path: str, what: str = "model", typed: str = "model_nam
     if not looks_local:
         return
     if not path.is_dir():
-        found = "is a file" if path.exists() else f"does not exist{near_folder(name_or_path)}"
+        found = "is a file" if path.exists() else f"does not exist{nearest_folder_hint(name_or_path)}"
         raise ModelError(f"{typed}{name_or_path!r} {found}; give a folder with a config.json, or a Hub id")
     if not (path / "config.json").is_file() and not is_adapter(path):
         if any(path.glob("pytorch_model_fsdp*")):
@@ -65,18 +65,18 @@ def is_adapter(path: Path) -> bool:
     return (path / "adapter_config.json").is_file()
 
 
-def located(name: str) -> str:
+def expanded_name(name: str) -> str:
     """Return a folder with ``~`` expanded, which the libraries do not do, and a Hub id unchanged."""
     path = Path(name).expanduser()
     return str(path) if path.is_dir() else name
 
 
 def base_of(name: Union[str, Path]) -> str:
-    """Return the folder or Hub id of an adapter's base model; for anything else, ``name`` as ``located`` returns it.
+    """Return the folder or Hub id of an adapter's base model; for other names, what ``expanded_name`` returns.
 
     Raises ModelError if the adapter does not name its base, or if that folder no longer exists.
     """
-    adapter = Path(located(str(name)))
+    adapter = Path(expanded_name(str(name)))
     if not is_adapter(adapter):
         return str(adapter)
     config_file = adapter / "adapter_config.json"
@@ -85,20 +85,20 @@ def base_of(name: Union[str, Path]) -> str:
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base or not isinstance(base, str) or "\0" in base:
         raise ModelError(f"{config_file} does not name the base model; set base_model_name_or_path in it")
-    base = found_base(base, adapter)
+    base = find_base_folder(base, adapter)
     try:
         check_source(base)
     except ModelError as error:
         raise ModelError(f"the adapter {adapter} needs its base model: {error}; {_base_hint(adapter)}") from error
-    return located(base)
+    return expanded_name(base)
 
 
 def _base_hint(adapter: Path) -> str:
     return f"{adapter / 'adapter_config.json'} names that base; set base_model_name_or_path there to where it is"
 
 
-def found_base(name: str, folder: Path) -> str:
-    """Return the base model ``name`` of the adapter in ``folder``, searched in the folders above it by ``found_above``.
+def find_base_folder(name: str, folder: Path) -> str:
+    """Return the base model ``name`` of the adapter in ``folder``, which ``resolve_from_run`` searches above it.
 
     A name without a slash can also be a Hub id, so a run of that name next to the adapter does not count as its base.
     """
@@ -107,7 +107,7 @@ def found_base(name: str, folder: Path) -> str:
         is_run = (path / "run.json").is_file()
         return (path / "config.json").is_file() and (len(Path(name).parts) > 1 or not is_run)
 
-    return found_above(name, folder, is_base)
+    return resolve_from_run(name, folder, is_base)
 
 
 def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> Optional[Path]:
@@ -132,9 +132,9 @@ def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> O
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
-def prompt_of_adapter(name: str) -> int:
+def prompt_positions_of(name: str) -> int:
     """Return how many positions an adapter's learned prompt takes; 0 without a prompt, and for a full model."""
-    adapter = Path(located(name))
+    adapter = Path(expanded_name(name))
     return (_config_value(adapter, "num_virtual_tokens") or 0) if is_adapter(adapter) else 0
 
 
@@ -143,7 +143,7 @@ def _config_value(adapter: Path, name: str) -> Any:
         return json.loads(read_regular(adapter / "adapter_config.json")).get(name)
 
 
-def rows_of_adapter(adapter: Path) -> int:
+def embedding_rows_of_adapter(adapter: Path) -> int:
     """Return how many rows the embedding needs for the tokens that an adapter trained; 0 if it trained none."""
     indices = _config_value(adapter, "trainable_token_indices") or {}
     rows = indices.values() if isinstance(indices, dict) else [indices]
@@ -178,7 +178,7 @@ def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
 
 def _resolved(name: str) -> Union[str, Path]:
     """Return the resolved path of a folder, so that all paths to it compare equal; a Hub id unchanged."""
-    path = Path(located(name))
+    path = Path(expanded_name(name))
     return path.resolve() if path.is_dir() else name
 
 
@@ -206,14 +206,14 @@ def as_model_error(
         if not is_loading_error or isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         if needs_code(error):
-            raise code_refusal(located(name), revision) from error
+            raise code_refusal(expanded_name(name), revision) from error
         first, hint = _first_line(error), ""
         if (file := _unfetched_file(name)) is not None:
             first = f"{file} {NOT_FETCHED}"
         elif isinstance(error, SafetensorError):
             hint = f"; {_damaged_file(name)} is damaged or cut off: copy or download it again"
         elif not Path(name).expanduser().exists():
-            hint = f"; there is no folder {name} here{near_folder(name)}"
+            hint = f"; there is no folder {name} here{nearest_folder_hint(name)}"
             hint += "; if it is a Hub id, check its spelling and the connection"
             adapter = Path(asked_for or "").expanduser()
             if is_adapter(adapter):
@@ -224,7 +224,7 @@ def as_model_error(
         raise ModelError(f"cannot load the {what} of {name!r}: {first}{hint}") from error
 
 
-def near_folder(name: str) -> str:
+def nearest_folder_hint(name: str) -> str:
     """Return a "did you mean" phrase with the most similar folder next to the missing path ``name``, or ""."""
     path = Path(name).expanduser()
     siblings = [other.name for other in path.parent.glob("*") if os.path.isdir(other)] if path.parent.name else []
@@ -261,7 +261,7 @@ def is_safetensors(path: Path) -> bool:
 
 def _first_line(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
-        return f"its pickle file is damaged or holds more than tensors, and was not read ({reason_of(error)})"
+        return f"its pickle file is damaged or holds more than tensors, and was not read ({unpickling_reason(error)})"
     first = str(error).strip().splitlines()[0].strip() if str(error).strip() else type(error).__name__
     if first.endswith(":"):  # a list follows
         first = " ".join(str(error).split())[:300]

@@ -43,7 +43,7 @@ def _offloaded_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Pa
 
 
 @contextlib.contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
+def placeholders_for_offloaded(model: nn.Module) -> Iterator[None]:
     """Replace each offloaded weight by a tensor of its shape on the device that computes it, which takes no memory.
 
     Adapters that are created inside this context are on that device, with the same values as without offloading.
@@ -66,7 +66,7 @@ def adapt(model: nn.Module, config: Any) -> nn.Module:
     """Like ``peft.get_peft_model``, for a model with or without offloaded weights."""
     from peft import get_peft_model
 
-    with stand_ins(model):
+    with placeholders_for_offloaded(model):
         adapted = get_peft_model(model, config)
     if has_offloaded_weights(adapted):
         # The Trainer loads checkpoints with this method, when it resumes and for load_best_model_at_end.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
-from scu_trainer.run_files import read_regular, readable
+from scu_trainer.run_files import format_bytes, read_regular
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,17 +75,18 @@ def _shown(value: int) -> str:
 
 def require_room_for(config: PretrainedConfig, name: str, bytes_per_weight: float, trust_remote_code: bool) -> None:
     """Raise ModelError if the weights of ``config`` need more than all memory of this machine, with swap and GPUs."""
-    from scu_trainer.models.quantize import skeleton_of
+    from scu_trainer.models.quantize import meta_model
 
     available = _memory_bytes()
     if _most_weights(config) * bytes_per_weight <= available:
         return
-    weights = sum(weight.numel() for weight in skeleton_of(config, trust_remote_code).parameters())
+    weights = sum(weight.numel() for weight in meta_model(config, trust_remote_code).parameters())
     needed = weights * bytes_per_weight
     if needed > available:
         raise ModelError(
-            f"{name}: by its config.json it has {weights:,} weights, which take {readable(needed)}, but this machine "
-            f"has {readable(available)}; correct the sizes in it, or give device_map: auto with an offload_folder"
+            f"{name}: by its config.json it has {weights:,} weights, which take {format_bytes(needed)}, but this "
+            f"machine has {format_bytes(available)}; correct the sizes in it, or give "
+            "device_map: auto with an offload_folder"
         )
 
 

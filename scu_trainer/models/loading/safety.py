@@ -132,7 +132,7 @@ def tensors_only(checkpoint: Optional[str | Path]) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"a file of {checkpoint} is damaged or holds more than tensors and plain values, and was not read "
-            f"({reason_of(error)}); resume from another checkpoint"
+            f"({unpickling_reason(error)}); resume from another checkpoint"
         ) from error
 
 
@@ -143,7 +143,7 @@ PROJECTORS = (
 """Classes in the optimizer states of GaLore and APOLLO: they hold numbers and a matrix, and run no code when loaded."""
 
 
-def reason_of(error: BaseException) -> str:
+def unpickling_reason(error: BaseException) -> str:
     """Return what torch found in the file, without torch's instructions for loading it anyway."""
     match = re.search(r"(?:Unsupported|unsupported) [^\n]*?(?=\.? Please use|\n|$)", str(error))
     return match[0] if match else "not what torch.save writes"
@@ -152,7 +152,7 @@ def reason_of(error: BaseException) -> str:
 # -- code that comes with a model --------------------------------------------------------------------------------------
 
 
-def announce_code(source: str, settings: ModelSettings) -> None:
+def warn_about_code(source: str, settings: ModelSettings) -> None:
     """With ``trust_remote_code``, warn with the path and SHA-256 of every Python file that ``source`` may run.
 
     Warns once for the same files with the same content. Runs none of them.

@@ -6,7 +6,7 @@ import json
 import sys
 
 from scu_trainer.models.loading.load import config_of
-from scu_trainer.models.quantize import quantizable_layers, skeleton_of
+from scu_trainer.models.quantize import meta_model, quantizable_layers
 from scu_trainer.settings import ModelSettings
 
 
@@ -19,7 +19,7 @@ def weight_counts(name_or_path: str) -> dict[str, float]:
     import torch
 
     config = config_of(ModelSettings(model_name_or_path=name_or_path))
-    model, dtype = skeleton_of(config), config.dtype or torch.float16
+    model, dtype = meta_model(config), config.dtype or torch.float16
     return {
         "stored_bytes": float(dtype.itemsize),
         "weights": sum(weight.numel() for weight in model.parameters()),

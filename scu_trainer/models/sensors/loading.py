@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.adapters import AdapterPlan
-from scu_trainer.models.loading.dispatch import Free, Placement, place
-from scu_trainer.models.loading.load import classes_of, fields_of_classes, for_evaluation, read_model
+from scu_trainer.models.loading.dispatch import FreeMemory, Placement, place
+from scu_trainer.models.loading.load import class_fields, classes_of, prepare_for_evaluation, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter
 from scu_trainer.models.loading.safety import require_safe_weights
 from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
@@ -51,7 +51,7 @@ class Heads:
         """Return the fields of the model's configuration."""
         weight = {} if self.report_weight is None else {"report_weight": self.report_weight}
         report = {"report_words": list(self.report_words), "report_length": self.report_length, **weight}
-        return {**fields_of_classes(self.label_names), **(report if self.report_words else {})}
+        return {**class_fields(self.label_names), **(report if self.report_words else {})}
 
 
 def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
@@ -156,7 +156,7 @@ def make_trident(
 
 
 def plan_trident_placement(
-    settings: ModelSettings, own: SensorSettings, memory: MemorySettings, free: Free, device: torch.device
+    settings: ModelSettings, own: SensorSettings, memory: MemorySettings, free: FreeMemory, device: torch.device
 ) -> Optional[Placement]:
     """Plan where ``device_map`` puts the weights of a stored model, before any is loaded; None if it is not set.
 
@@ -189,7 +189,7 @@ def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Hea
             f"the recordings ({', '.join(label_names[:5])}); give recordings that it was trained for"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = for_evaluation(_loaded(settings, own, config, heads, device), settings.model_name_or_path, settings)
+    model = prepare_for_evaluation(_loaded(settings, own, config, heads, device), settings.model_name_or_path, settings)
     return model if settings.tuning == "qlora" else model.to(device)
 
 

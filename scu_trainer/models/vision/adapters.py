@@ -26,13 +26,13 @@ class AdaptedClassifier(PeftModel):
             self.get_base_model().config.save_pretrained(save_directory)
 
 
-def keep_classes(model: nn.Module) -> None:
+def save_classes_with_adapter(model: nn.Module) -> None:
     """Make ``model`` save its classes with the adapter; a model without an adapter already does."""
     if type(model) is PeftModel:
         model.__class__ = AdaptedClassifier
 
 
-def trained_whole(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
+def fully_trained_modules(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
     """Return the modules that are trained and saved in full next to LoRA: head and BatchNorm; None if there are none.
 
     The head may be new, and the running statistics of BatchNorm change in training and would be missing from a saved

@@ -118,7 +118,7 @@ def attached(model: nn.Module) -> Optional[PixelInputs]:
     return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, PixelInputs)), None)
 
 
-def as_seen_by(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def process_images_for(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``inputs`` with their bytes processed as ``model`` would do it.
 
     Any augmentation is drawn once here, so that several models can get the same images.

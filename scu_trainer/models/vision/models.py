@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from scu_trainer.errors import ModelError
 from scu_trainer.figures import first_few
 from scu_trainer.models.asking import evaluating
-from scu_trainer.models.loading.load import classes_of, fields_of_classes, for_evaluation, loading_dtype, read_model
-from scu_trainer.models.loading.names import as_model_error, base_of, is_adapter, located
-from scu_trainer.models.loading.safety import announce_code, require_safe_weights
+from scu_trainer.models.loading.load import class_fields, classes_of, loading_dtype, prepare_for_evaluation, read_model
+from scu_trainer.models.loading.names import as_model_error, base_of, expanded_name, is_adapter
+from scu_trainer.models.loading.safety import require_safe_weights, warn_about_code
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
 from scu_trainer.models.vision.view import View, known_classes, load_config
 from scu_trainer.settings import ModelSettings
@@ -64,18 +64,18 @@ def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], 
     import torch
 
     _require_classes(settings, label_names)
-    model = for_evaluation(_loaded(settings, label_names)[0], settings.model_name_or_path, settings)
-    watch_pixels(model, view.processor)
+    model = prepare_for_evaluation(_loaded(settings, label_names)[0], settings.model_name_or_path, settings)
+    attach_pixel_inputs(model, view.processor)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def watch_pixels(model: nn.Module, processor: BaseImageProcessor, changes: nn.Module | None = None) -> None:
+def attach_pixel_inputs(model: nn.Module, processor: BaseImageProcessor, changes: nn.Module | None = None) -> None:
     """Make ``model`` take uint8 images and process them like ``processor``; ``changes`` augment them in training."""
     inner = model.get_base_model() if hasattr(model, "peft_config") else model
     attach(inner, pixel_inputs(processor, getattr(inner.config, "num_channels", 3), changes))
 
 
-def changes_for(own: ImageSettings, view: View) -> nn.Module | None:
+def training_augmentation(own: ImageSettings, view: View) -> nn.Module | None:
     """Return the augmentation of training images. Raises ModelError for color changes of gray images."""
     if own.augmentation == "strong" and view.channels == 1:
         raise ModelError("augmentation: strong changes colours, but the images are gray; use standard or light")
@@ -95,14 +95,14 @@ def _from_scratch(name: str, label_names: Sequence[str], view: View) -> PreTrain
             f"image_size {min(view.size)} is too small for {name}, which reduces {REDUCTION} x {REDUCTION} pixels to "
             f"one position; set image_size to {REDUCTION} or more (images are enlarged), or leave it out"
         )
-    shared = {"num_channels": view.channels, **fields_of_classes(label_names)}
+    shared = {"num_channels": view.channels, **class_fields(label_names)}
     if name in RESNETS:
         return ResNetForImageClassification(ResNetConfig(**RESNETS[name], **shared))
     config = EfficientNetConfig(**EFFICIENTNET_B0, image_size=min(view.size), batch_norm_momentum=0.1, **shared)
-    return with_living_signal(EfficientNetForImageClassification(config))
+    return initialize_efficientnet(EfficientNetForImageClassification(config))
 
 
-def with_living_signal(model: nn.Module) -> nn.Module:
+def initialize_efficientnet(model: nn.Module) -> nn.Module:
     """Initialize BatchNorm with factor 1 and convolutions by He et al. 2015, as in the published EfficientNet.
 
     transformers draws both from a normal distribution with deviation 0.02, because it expects weights to be loaded.
@@ -123,12 +123,12 @@ def with_living_signal(model: nn.Module) -> nn.Module:
 def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTrainedModel, list[str]]:
     from transformers import AutoModelForImageClassification
 
-    path = Path(located(settings.model_name_or_path))
+    path = Path(expanded_name(settings.model_name_or_path))
     name = base_of(path)
     config = load_config(settings)
     stored_names = classes_of(config)
     with as_model_error(name, "image classifier", settings.model_revision):
-        announce_code(name, settings)
+        warn_about_code(name, settings)
         require_safe_weights(name, settings)
         model, random = read_model(
             AutoModelForImageClassification,
@@ -138,7 +138,7 @@ def _loaded(settings: ModelSettings, label_names: Sequence[str]) -> tuple[PreTra
             loading_dtype(settings),
             trust_remote_code=settings.trust_remote_code,
             attn_implementation=settings.attn_implementation,
-            **fields_of_classes(label_names),
+            **class_fields(label_names),
         )
     missing = [key for key in random if key.startswith(f"{model.base_model_prefix}.")]
     if missing:

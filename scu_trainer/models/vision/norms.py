@@ -25,7 +25,7 @@ class SteadyBatchNorm2d(nn.BatchNorm2d):
         return functional.batch_norm(values, *statistics, training=False, eps=self.eps)
 
 
-def steady_norms(model: nn.Module) -> int:
+def allow_single_images(model: nn.Module) -> int:
     """Make every BatchNorm of ``model`` accept single images and return their number; saved files do not change."""
     found = [module for module in model.modules() if type(module) in (nn.BatchNorm2d, SteadyBatchNorm2d)]
     for module in found:

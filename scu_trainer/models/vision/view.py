@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.loading.load import classes_of, read_config
-from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter, located
-from scu_trainer.models.loading.safety import announce_code
+from scu_trainer.models.loading.names import as_model_error, base_of, check_source, expanded_name, is_adapter
+from scu_trainer.models.loading.safety import warn_about_code
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
@@ -86,9 +86,9 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     name = settings.model_name_or_path
     check_source(name)
     with as_model_error(name, "configuration", settings.model_revision):
-        source = located(name)
+        source = expanded_name(name)
         source = source if _has_config(Path(source)) else base_of(source)
-        announce_code(source, settings)
+        warn_about_code(source, settings)
         return read_config(source, settings)
 
 
@@ -101,7 +101,7 @@ def known_classes(settings: ModelSettings) -> tuple[str, ...]:
 
     Raises ModelError for an adapter that was saved without them.
     """
-    path = Path(located(settings.model_name_or_path))
+    path = Path(expanded_name(settings.model_name_or_path))
     if is_adapter(path) and not _has_config(path):
         raise ModelError(
             f"the adapter {path} does not name its classes; save the configuration of its base there as config.json, "
@@ -127,7 +127,7 @@ def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
     from transformers import AutoImageProcessor
     from transformers.utils import cached_file
 
-    name = located(settings.model_name_or_path)
+    name = expanded_name(settings.model_name_or_path)
     if Path(name).is_dir() and not (Path(name) / PROCESSOR_FILE).is_file():
         name = base_of(name)
     with as_model_error(name, "image processor"):

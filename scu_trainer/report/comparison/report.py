@@ -39,7 +39,7 @@ SHAPE = {
 """The keys and types that comparison.json must have, which are checked because users may edit the file."""
 
 
-def misfit(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optional[str]:
+def find_wrong_type(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optional[str]:
     """Return a description of the first value in comparison.json that is missing or has the wrong type; None if there
     is none."""
     if (shape is INTERVAL and value is None) or (shape is METRICS and value == {}):
@@ -47,12 +47,16 @@ def misfit(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optio
     if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
         return f"{name} is {value!r:.60}"
     if isinstance(shape, list):
-        return next(filter(None, (misfit(item, shape[0], f"{name}[{i}]") for i, item in enumerate(value))), None)
+        return next(
+            filter(None, (find_wrong_type(item, shape[0], f"{name}[{i}]") for i, item in enumerate(value))), None
+        )
     if not isinstance(shape, dict):
         return None
     inside = {key: key if shape is SHAPE else f"{name}.{key}" for key in shape}
     missing = next((f"{inside[key]} is missing" for key in shape if key not in {*value, *ADDED}), None)
-    return missing or next(filter(None, (misfit(value.get(key), shape[key], inside[key]) for key in shape)), None)
+    return missing or next(
+        filter(None, (find_wrong_type(value.get(key), shape[key], inside[key]) for key in shape)), None
+    )
 
 
 def is_comparison(folder: Path) -> bool:
@@ -67,7 +71,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT:
         raise StorageError(f"{path} is not a comparison of this version (format {found}, not {FORMAT}); {fix}")
-    if (wrong := misfit(content)) is not None:
+    if (wrong := find_wrong_type(content)) is not None:
         raise StorageError(f"{path} was changed: {wrong}; {fix}")
     return content
 
@@ -167,7 +171,7 @@ def unequal_runs(runs: Sequence[Run], reference: str, arms: Sequence[str]) -> di
 def _inequality_reason(run: Mapping[str, Any], other: Mapping[str, Any], name: str) -> Optional[str]:
     if run["held_out_bpt"] is None:
         return NOTHING_HELD_OUT if run["held_out_documents"] == 0 else "it has no finite held-out figure"
-    for key, what in (("tokens", f"trained {{}} {trained(run)}s"), ("steps", "took {} steps")):
+    for key, what in (("tokens", f"trained {{}} {data_unit(run)}s"), ("steps", "took {} steps")):
         if run[key] != other[key]:
             return f"it {what.format(run[key])}, {name} {other[key]}"
     if run["data_fingerprint"] != other["data_fingerprint"]:
@@ -178,7 +182,7 @@ def _inequality_reason(run: Mapping[str, Any], other: Mapping[str, Any], name: s
     return None
 
 
-def trained(found: Mapping[str, Any]) -> str:
+def data_unit(found: Mapping[str, Any]) -> str:
     """Return the unit in which training data is counted: token or word, or for classifiers the item, such as image."""
     unit = found.get("unit") or "token"
     return str(found.get("item")) if unit == "label" else unit
@@ -277,7 +281,7 @@ def _equality_notes(runs: Sequence[Run], left_out: Mapping[tuple[str, int], str]
     if not finished:
         return []
     found = [f"{arm}, seed {seed}: {reason}." for (arm, seed), reason in left_out.items()]
-    what = f"{trained(finished[0]['metrics'])}s".capitalize()
+    what = f"{data_unit(finished[0]['metrics'])}s".capitalize()
     if any(run["metrics"]["tokens"] is None for run in finished):
         return [*found, f"{what} were not counted in these runs; only steps and data were seen to be equal."]
     tokens = {run["seed"]: run["metrics"]["tokens"] for run in finished if (run["arm"], run["seed"]) not in left_out}

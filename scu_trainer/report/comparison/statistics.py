@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Optional
 
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 
 FEWEST_SEEDS = 3
 """With fewer pairs of seeds, a difference is not judged."""
@@ -140,8 +140,8 @@ def notes(arms: Mapping[str, BySeed], reference: str, confidence: float, seeds: 
         compared = f"{count} arm{'s were' if count > 1 else ' was'} compared with {reference}"
         found.append(
             f"{compared} at {percent(confidence)}: if none of them differed, chance alone would call {expected:.2g} of "
-            f"them lower or higher on average. With intervals widened for {counted(count, 'comparison')} (Bonferroni) "
-            f"there remain: {', '.join(still) or 'none'}."
+            f"them lower or higher on average. With intervals widened for {count_text(count, 'comparison')} "
+            f"(Bonferroni) there remain: {', '.join(still) or 'none'}."
         )
     found.append(
         "An interval covers the scatter over seeds on this model, data and number of steps, and nothing else. "

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 from scu_trainer.figures import in_percent
-from scu_trainer.report.comparison.report import trained
+from scu_trainer.report.comparison.report import data_unit
 from scu_trainer.report.comparison.statistics import percent
-from scu_trainer.settings.base import plain
+from scu_trainer.settings.base import as_typed
 
 Record = Mapping[str, Any]
 NOTHING = "-"
@@ -97,7 +97,7 @@ def budget_line(record: Record) -> str:
     is_known = any(run["status"] == "finished" for run in record["runs"])
     seeds = " ".join(map(str, record["seeds"]))
     parts = [f"{len(record['arms'])} arms", f"seed{'s' if len(record['seeds']) > 1 else ''} {seeds}"]
-    for key, what in (("steps", "steps"), ("tokens", f"{trained(record)}s")):
+    for key, what in (("steps", "steps"), ("tokens", f"{data_unit(record)}s")):
         value = record["budget"][key]
         unknown = f"{what} by seed in the notes" if is_known else f"{what} not known yet"
         parts.append(unknown if value is None else f"{value:,} {what}")
@@ -138,4 +138,4 @@ def document(record: Record) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}: {plain(value)}`" for name, value in settings.items())
+    return ", ".join(f"`{name}: {as_typed(value)}`" for name, value in settings.items())

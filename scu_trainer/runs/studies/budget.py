@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from scu_trainer.run_files import gib
+from scu_trainer.run_files import format_gib
 from scu_trainer.runs.studies.variant_table import Variant
-from scu_trainer.runs.studies.variants import Outcome
+from scu_trainer.runs.studies.variants import VariantResult
 
 FLOAT32, HALF, BYTE, NIBBLE = 4.0, 2.0, 1.0, 0.5
 BYTE_ADAM = 2 * BYTE
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WeightCounts:
     """How many weights a model has: all, and those in linear layers, which can be quantized. ``stored_bytes``: per
     weight as stored in its file; ``trained_bytes``: per weight in full fine-tuning."""
 
@@ -33,10 +33,10 @@ class Attempt:
     name: str
     verdict: str
     reason: str
-    outcome: Optional[Outcome] = None
+    outcome: Optional[VariantResult] = None
 
 
-def least_bytes(variant: Variant, sizes: Sizes) -> float:
+def least_bytes(variant: Variant, sizes: WeightCounts) -> float:
     """Return a lower bound of the memory that ``variant`` needs on its device, in bytes: frozen weights, or trained
     weights with gradients and optimizer state.
 
@@ -64,8 +64,8 @@ def _value_of(flag: str, flags: Sequence[str]) -> Optional[str]:
 def first_that_fits(
     variants: Sequence[Variant],
     limit_bytes: int,
-    sizes: Sizes,
-    run: Callable[[Variant], Outcome],
+    sizes: WeightCounts,
+    run: Callable[[Variant], VariantResult],
     on_attempt: Callable[[Attempt], None] = lambda attempt: None,
 ) -> tuple[Optional[Attempt], list[Attempt]]:
     """Try ``variants`` in their order, fastest first. ``run`` trains one under the limit and measures its peak.
@@ -81,10 +81,12 @@ def first_that_fits(
     return None, attempts
 
 
-def _attempt(variant: Variant, limit_bytes: int, sizes: Sizes, run: Callable[[Variant], Outcome]) -> Attempt:
+def _attempt(
+    variant: Variant, limit_bytes: int, sizes: WeightCounts, run: Callable[[Variant], VariantResult]
+) -> Attempt:
     least = least_bytes(variant, sizes)
     if least > limit_bytes:
-        return Attempt(variant.name, "skipped", f"its weights and optimizer alone take {gib(least)}")
+        return Attempt(variant.name, "skipped", f"its weights and optimizer alone take {format_gib(least)}")
     outcome = run(variant)
     if outcome.status == "missing":
         return Attempt(variant.name, "missing", outcome.message, outcome)
@@ -94,4 +96,4 @@ def _attempt(variant: Variant, limit_bytes: int, sizes: Sizes, run: Callable[[Va
     if outcome.total_bytes is None:
         return Attempt(variant.name, "failed", "its memory cannot be measured on this system", outcome)
     verdict = "fits" if outcome.total_bytes <= limit_bytes else "too large"
-    return Attempt(variant.name, verdict, f"measured peak {gib(outcome.total_bytes)}", outcome)
+    return Attempt(variant.name, verdict, f"measured peak {format_gib(outcome.total_bytes)}", outcome)

@@ -17,13 +17,13 @@ from typing import Any
 
 from scu_trainer.errors import StorageError
 from scu_trainer.runs.launch import command, environment
-from scu_trainer.runs.process import MARK, Machine, Platform, marked, this_platform
+from scu_trainer.runs.process import TOKEN_VARIABLE, Machine, Platform, processes_with_token, this_platform
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, run_name
-from scu_trainer.runs.studies.comparison_state import ArmState, Key, is_finished, last_words
-from scu_trainer.stop_signals import Asked, listening
+from scu_trainer.runs.studies.comparison_state import ArmState, Key, failure_reason, is_finished
+from scu_trainer.stop_signals import StopCounter, stop_signals_to
 
 LOCK_FILE = "_compare.lock"
 LOOK_EVERY_S, TELL_EVERY_S = 0.1, 1.0
@@ -53,7 +53,7 @@ class Hands:
 
 
 @dataclass
-class Runner(Asked):
+class Runner(StopCounter):
     """Executes the runs of a plan.
 
     ``devices``: one name for each run that may train at the same time, such as "cpu", "cpu" or "gpu-0", "gpu-1".
@@ -73,7 +73,7 @@ class Runner(Asked):
         waiting = [key for key in self.plan.runs if self.states[key].status == "missing"]
         running: dict[str, tuple[Key, Any]] = {}
         passed_on, looked_at_s = 0, -TELL_EVERY_S
-        with listening(self._receive, self._closed):
+        with stop_signals_to(self._receive, self._closed):
             try:
                 while running or (waiting and not self.asked):
                     for place in self._free_places(running):
@@ -103,10 +103,10 @@ class Runner(Asked):
 
     def _record_end(self, key: Key, process: Any) -> None:
         code = process.poll()
-        state = end_of(self.plan, key, code, was_asked=bool(self.asked))
+        state = state_after_exit(self.plan, key, code, was_asked=bool(self.asked))
         self._set_state(key, state)
-        words_of = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
-        self.hands.say(f"{run_name(*key)}: {words_of[state.status]}")
+        training_command = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
+        self.hands.say(f"{run_name(*key)}: {training_command[state.status]}")
 
     def _set_state(self, key: Key, state: ArmState) -> None:
         self.states[key] = state
@@ -124,7 +124,7 @@ class Runner(Asked):
         return self.asked
 
 
-def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmState:
+def state_after_exit(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmState:
     """Return the state of a run that has ended, judged by its files and exit code."""
     folder, console = plan.run_folder(*key), plan.console(*key)
     if is_finished(folder):
@@ -133,32 +133,32 @@ def end_of(plan: ComparisonPlan, key: Key, code: int, was_asked: bool) -> ArmSta
         return ArmState("failed", f"ended with exit code 0, but {folder} holds no finished run")
     if code == 3 or (was_asked and code not in (CANNOT, FAULT)):
         return ArmState("missing", "stopped; run the same command to continue")
-    return ArmState("failed", last_words(console, code))
+    return ArmState("failed", failure_reason(console, code))
 
 
 def words(plan: ComparisonPlan, key: Key) -> list[str]:
     """Return the command of a run, which resumes from its newest checkpoint if there is one."""
     arm, seed = key
-    return words_of(plan.recipe(arm), seed, plan.run_folder(arm, seed))
+    return training_command(plan.recipe(arm), seed, plan.run_folder(arm, seed))
 
 
-def words_of(config: Path, seed: int, folder: Path, *more: str) -> list[str]:
+def training_command(config: Path, seed: int, folder: Path, *more: str) -> list[str]:
     flags = ["--config", str(config.absolute()), "--seed", str(seed), *more]
     flags += ["--output_dir", str(folder.absolute()), "--resume_from_checkpoint", "auto"]
     return command("python", flags, 1, has_gpu=False)
 
 
 def variables(plan: ComparisonPlan, device: str) -> dict[str, str]:
-    own = {MARK: mark(plan.folder), "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
+    own = {TOKEN_VARIABLE: comparison_token(plan.folder), "OMP_NUM_THREADS": str(plan.threads), "PYTHONUNBUFFERED": "1"}
     return {**environment(1, device.startswith(GPU)), **own, **visible_devices([device])}
 
 
-def mark(folder: Path) -> str:
+def comparison_token(folder: Path) -> str:
     return f"comparison {folder.absolute()}"
 
 
 @contextlib.contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def exclusive_comparison(folder: Path) -> Iterator[None]:
     """Lock ``folder``, which is created if needed, for one comparison. Raises StorageError if another one runs
     there."""
     lock = FileLock(folder / LOCK_FILE)
@@ -173,15 +173,15 @@ def only_one(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def stop_left_behind(folder: Path, hands: Hands) -> None:
+def stop_remaining_runs(folder: Path, hands: Hands) -> None:
     """Stop the runs that a killed comparison left behind, and wait until they have ended."""
-    left = marked(mark(folder), hands.machine)
+    left = processes_with_token(comparison_token(folder), hands.machine)
     supervisors = [process for process in left if _leads_session(process.pid)]
     if supervisors:
         hands.say(f"an earlier start was killed; its remaining runs write a checkpoint and stop: {len(supervisors)}")
     for process in supervisors:  # only once: a second signal would end them without a checkpoint
         hands.platform.ask_to_stop(process, hands.machine)
-    while left := marked(mark(folder), hands.machine):
+    while left := processes_with_token(comparison_token(folder), hands.machine):
         if not any(_leads_session(process.pid) for process in left):  # data loader workers of a dead run
             for process in left:
                 hands.platform.end(process, hands.machine)

@@ -9,8 +9,8 @@ from typing import Any, Optional
 
 import yaml
 
-from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.base import plain
+from scu_trainer.errors import SettingsError, did_you_mean
+from scu_trainer.settings.base import as_typed
 
 DEFAULT_ARMS = ("none", "fixed", "weight_decay", "schedule", "original", "model")
 FORMS = "none, fixed[:LAMBDA], weight_decay[:VALUE], schedule[:linear|cosine], original, model[:TARGET]"
@@ -49,7 +49,7 @@ class Arm:
 
     @property
     def flags(self) -> list[str]:
-        return [f"--{name}={plain(value)}" for name, value in self.settings.items()]
+        return [f"--{name}={as_typed(value)}" for name, value in self.settings.items()]
 
 
 def chosen_arms(words: Sequence[str], own: Sequence[str], rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:
@@ -74,7 +74,7 @@ def chosen_arms(words: Sequence[str], own: Sequence[str], rate_times_steps: Call
 def _parse_form(word: str, rate_times_steps: Callable[[], Optional[float]]) -> list[Arm]:
     kind, _, value = word.partition(":")
     if kind not in DEFAULT_ARMS:
-        raise SettingsError(f"unknown arm {word!r}{nearest(kind, DEFAULT_ARMS)}; arms: {FORMS}")
+        raise SettingsError(f"unknown arm {word!r}{did_you_mean(kind, DEFAULT_ARMS)}; arms: {FORMS}")
     if kind in ("none", "original") and value:
         raise SettingsError(f"arm {word!r}: {kind} takes no value; arms: {FORMS}")
     if kind == "none":
@@ -127,7 +127,9 @@ def _constant_arm(kind: str, value: float) -> Arm:
 
 def _schedule_arm(word: str, shape: str, unit: float) -> Arm:
     if shape not in SHAPES:
-        raise SettingsError(f"arm {word!r}: unknown shape {shape!r}{nearest(shape, SHAPES)}; shapes: linear, cosine")
+        raise SettingsError(
+            f"arm {word!r}: unknown shape {shape!r}{did_you_mean(shape, SHAPES)}; shapes: linear, cosine"
+        )
     final = _rounded(SCHEDULE_DECAY * unit)
     ramp = {"scu_schedule": shape, "scu_lambda_init": 0.0, "scu_lambda_final": final}
     settings = {"scu": True, "scu_law": "schedule", **ramp}

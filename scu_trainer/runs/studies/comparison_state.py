@@ -30,7 +30,7 @@ class ArmState:
     error: Optional[str] = None
 
 
-def found_states(plan: ComparisonPlan, before: Sequence[Mapping[str, Any]], retry_failed: bool) -> dict[Key, ArmState]:
+def read_states(plan: ComparisonPlan, before: Sequence[Mapping[str, Any]], retry_failed: bool) -> dict[Key, ArmState]:
     """Return the state of each run. ``before``: the runs in comparison.json, which also records failures that left no
     run directory. Raises SettingsError if a directory holds a run with other settings."""
     known = {(run["arm"], run["seed"]): run for run in before}
@@ -86,7 +86,7 @@ def _progress_of(plan: ComparisonPlan, key: Key) -> str:
     return f"{run_name(*key)} {status.get('step') or 0}/{status['max_steps']}"
 
 
-def last_words(console: Path, code: int) -> str:
+def failure_reason(console: Path, code: int) -> str:
     """Return one line that says why the newest start of a run failed: the signal that killed it, else its error
     message, else the last line that it printed."""
     _, mark, printed = tail(console).rpartition(START_LINE)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from scu_trainer.errors import SettingsError, nearest
+from scu_trainer.errors import SettingsError, did_you_mean
 
 FORM = "NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=A,B,C"
 NOT_SEARCHED = frozenset(
@@ -44,7 +44,7 @@ class Axis:
         return list(self.values) or [self.low, self.high]
 
 
-def axes_of(words: Sequence[str], known: Collection[str]) -> list[Axis]:
+def parse_axes(words: Sequence[str], known: Collection[str]) -> list[Axis]:
     """Parse the axes of a search. Raises SettingsError for an unknown name or an invalid range. ``known``: all
     names."""
     found = [_parse_axis(word, known) for word in words]
@@ -63,7 +63,7 @@ def _parse_axis(word: str, known: Collection[str]) -> Axis:
     if not equals or not span:
         raise SettingsError(f"--search {word!r} is not a search axis; write {FORM}")
     if name not in known:
-        raise SettingsError(f"--search varies {name}, which is not a field{nearest(name, known)}")
+        raise SettingsError(f"--search varies {name}, which is not a field{did_you_mean(name, known)}")
     if name in NOT_SEARCHED:
         raise SettingsError(f"--search cannot vary {name}: trials would not be comparable; drop it")
     if ":" in span:

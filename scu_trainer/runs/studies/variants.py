@@ -67,7 +67,7 @@ class VariantPlan:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VariantResult:
     """The result of one variant. ``status``: ran, failed (``message``: the end of its output), or missing (``message``:
     what to install).
 
@@ -101,11 +101,11 @@ def missing(variant: Variant, has_gpu: bool) -> Optional[str]:
 # -- one variant -------------------------------------------------------------------------------------------------------
 
 
-def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> Outcome:
+def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> VariantResult:
     """Train ``variant`` with all loops that it supports, then check that it refuses the others."""
     lacks = missing(variant, has_gpu)
     if lacks is not None:
-        return Outcome(variant.name, "missing", lacks)
+        return VariantResult(variant.name, "missing", lacks)
     off = [word for loop in variant.refused for word in SWITCHES[loop]]
     outcome = _measured(variant, plan, off, has_gpu)
     if outcome.status != "ran":
@@ -116,16 +116,16 @@ def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> Outcome:
     return outcome
 
 
-def _measured(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: bool) -> Outcome:
+def _measured(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: bool) -> VariantResult:
     folder = plan.scratch / variant.name
     shutil.rmtree(folder, ignore_errors=True)
     code, words = _run_command(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
     if code != 0:
-        return Outcome(variant.name, "failed", f"exit code {code}: {words}")
+        return VariantResult(variant.name, "failed", f"exit code {code}: {words}")
     metrics = read_json(folder / "scu_metrics.json")
     costs = metrics["costs"]
     highest, before = costs["peak_bytes"], costs["before_model_bytes"]
-    return Outcome(
+    return VariantResult(
         variant.name,
         "ran",
         peak_bytes=None if highest is None or before is None else highest - before,
@@ -145,8 +145,8 @@ def _bits_before_and_after(metrics: dict[str, Any]) -> Optional[tuple[float, flo
 
 
 def _check_refused(
-    variant, plan: VariantPlan, loop: str, words: str, allowed, has_gpu: bool, outcome: Outcome
-) -> Outcome:
+    variant, plan: VariantPlan, loop: str, words: str, allowed, has_gpu: bool, outcome: VariantResult
+) -> VariantResult:
     folder = plan.scratch / f"{variant.name}-refused"
     code, said = _run_command(variant, plan, [*allowed, "--output_dir", str(folder)], has_gpu)
     if code == 0 or words not in " ".join(said.split()):
@@ -218,7 +218,7 @@ def _any_row(history: Path, in_row: Callable[[dict[str, Any]], Any]) -> Optional
 # -- judging -----------------------------------------------------------------------------------------------------------
 
 
-def broken_promises(outcomes: Sequence[Outcome], loops_are_on: bool = True) -> list[str]:
+def find_violations(outcomes: Sequence[VariantResult], loops_are_on: bool = True) -> list[str]:
     """Return what went wrong: a variant failed, a loss did not fall, a peak is above its bound, or a loop was idle.
 
     ``loops_are_on``: whether the job turned all loops on, which the user's own job need not do.
@@ -238,7 +238,7 @@ def broken_promises(outcomes: Sequence[Outcome], loops_are_on: bool = True) -> l
     return found
 
 
-def _exceeded(outcome: Outcome, by_name: dict[str, Outcome]) -> Iterator[str]:
+def _exceeded(outcome: VariantResult, by_name: dict[str, VariantResult]) -> Iterator[str]:
     variant = BY_NAME[outcome.name]
     if variant.peak_at_most is None or (variant.measured_on == "gpu" and outcome.device.startswith("cpu")):
         return

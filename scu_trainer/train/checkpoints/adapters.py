@@ -16,7 +16,7 @@ from torch import nn
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.settings.base import short
-from scu_trainer.train.checkpoints.selection import content_of
+from scu_trainer.train.checkpoints.selection import json_content
 
 logger = logging.getLogger("scu_trainer")
 
@@ -28,7 +28,7 @@ def check_adapter(checkpoint: Path, model: nn.Module, tells: bool) -> None:
     """Warn, if ``tells``, about adapters with a changed configuration. Raises CheckpointError if weights do not fit."""
     for name, config in getattr(model, "peft_config", {}).items():
         folder = checkpoint if name == "default" else checkpoint / name  # where peft saves them
-        saved = content_of(folder / "adapter_config.json")
+        saved = json_content(folder / "adapter_config.json")
         # AdaLoRA changes its rank_pattern in training
         left_out = NOT_COMPARED | ({"rank_pattern"} if config.peft_type == "ADALORA" else set())
         now = {key: _plain(value) for key, value in config.to_dict().items() if key in saved.keys() - left_out}

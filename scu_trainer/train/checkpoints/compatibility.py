@@ -21,9 +21,9 @@ from transformers import TrainingArguments
 
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import CheckpointError
-from scu_trainer.figures import shown
+from scu_trainer.figures import format_setting
 from scu_trainer.train.checkpoints.format import read_manifest
-from scu_trainer.train.checkpoints.selection import content_of
+from scu_trainer.train.checkpoints.selection import json_content
 
 logger = logging.getLogger("scu_trainer")
 
@@ -39,7 +39,7 @@ HARMLESS = frozenset(
 )
 """Settings that do not affect the weights."""
 
-OF_A_MACHINE = frozenset(
+MACHINE_SETTINGS = frozenset(
     "output_dir run_name resume_from_checkpoint cache_dir report_to disable_tqdm log_level log_level_replica "
     "ddp_timeout model_name_or_path adapter_name_or_path teacher dataset eval_dataset retain deepspeed offload_folder "
     "offload_linears_folder mixed_precision attn_implementation use_cpu device_map max_gpu_mem cpu_mem memory_limit_gb "
@@ -109,11 +109,11 @@ class Change:
 
 def facts_of(checkpoint: Path) -> dict[str, Any]:
     """Return what is known about the run of ``checkpoint``, from its manifest or training_config.json, or {}."""
-    manifest = sound(read_manifest(checkpoint))
+    manifest = valid_facts(read_manifest(checkpoint))
     if "configuration" in manifest:
         return manifest
     description = checkpoint.parent / "training_config.json"
-    return sound(content_of(description)) or manifest
+    return valid_facts(json_content(description)) or manifest
 
 
 def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def digest_of_weights(weights: Iterable[torch.Tensor]) -> Optional[str]:
     return digest_of(read) if read else None
 
 
-def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_chosen: bool, is_stream: bool) -> None:
+def warn_about_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_chosen: bool, is_stream: bool) -> None:
     """Warn about what changed since ``checkpoint``.
 
     The stock Trainer counts the position in an epoch in steps, whatever their size was, and takes learning rate and
@@ -157,7 +157,7 @@ def tell_of_changes(checkpoint: Path, arguments: TrainingArguments, are_rows_cho
             logger.warning("changed since %s: %s", checkpoint.name, change.line)
 
 
-def sound(facts: dict[str, Any]) -> dict[str, Any]:
+def valid_facts(facts: dict[str, Any]) -> dict[str, Any]:
     """Return ``facts`` without entries of the wrong type: the file may have been edited, or be from another program."""
     return {name: fact for name, fact in facts.items() if isinstance(fact, KINDS.get(name, object))}
 
@@ -305,5 +305,5 @@ def _change_of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _short(value: Any) -> str:
-    text = "not set" if value is None else shown(value)
+    text = "not set" if value is None else format_setting(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -215,11 +215,11 @@ def _torn_states(checkpoint: Path) -> list[str]:
 
 def _step_mismatch(checkpoint: Path) -> list[str]:
     """Return a finding if the step differs from the folder's name: a renamed copy would count as the newest."""
-    step, named = step_inside(checkpoint), step_of(checkpoint)
+    step, named = saved_step(checkpoint), step_of(checkpoint)
     return [f"{STATE} is of step {step}"] if named not in (-1, step) else []
 
 
-def step_inside(checkpoint: Path) -> int:
+def saved_step(checkpoint: Path) -> int:
     """Return the step of an undamaged checkpoint."""
     return int(json_object(checkpoint / STATE)["global_step"])
 

@@ -23,7 +23,7 @@ from typing import Any, Optional
 
 import xxhash
 
-from scu_trainer.run_files import give_usual_mode, sync
+from scu_trainer.run_files import apply_umask, sync
 from scu_trainer.safe_paths import remove_inside
 
 MANIFEST = "manifest.json"
@@ -44,10 +44,10 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(run: Path) -> list[Path]:
     """Return every checkpoint-N folder of ``run``, complete or not, the newest first."""
-    return [path for path in named_as_one(run) if path.is_dir()]
+    return [path for path in checkpoint_paths(run) if path.is_dir()]
 
 
-def named_as_one(run: Path) -> list[Path]:
+def checkpoint_paths(run: Path) -> list[Path]:
     """Return everything in ``run`` with the name checkpoint-N, the newest first: also files, pipes and broken links."""
     return sorted((path for path in run.glob("checkpoint-*") if step_of(path) >= 0), key=step_of, reverse=True)
 
@@ -66,7 +66,7 @@ def staging_of(run: Path, step: int) -> Path:
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
     """Sync all files of ``folder`` to the disk and list them in its manifest, together with ``facts``."""
-    give_usual_mode(_files(folder))
+    apply_umask(_files(folder))
     with ThreadPoolExecutor(1) as hashing:  # hash in another thread while the disk syncs
         found = [(path, hashing.submit(_hash_of_new, path)) for path in _files(folder)]
         for path, _ in found:

@@ -24,7 +24,7 @@ TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F6
 
 
 @contextlib.contextmanager
-def types_kept(trainer: Any, checkpoint: Optional[str]) -> Iterator[None]:
+def state_dtypes_kept(trainer: Any, checkpoint: Optional[str]) -> Iterator[None]:
     """Inside, the state that the optimizer of ``trainer`` loads keeps its saved dtypes, if the weight has one of the
     dtypes in ``checkpoint``; if weights are loaded in another dtype than they were saved in, their state is cast.
 

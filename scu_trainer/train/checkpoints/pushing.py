@@ -21,7 +21,7 @@ from transformers.trainer_utils import HubStrategy
 from transformers.utils.hub import PushInProgress
 
 from scu_trainer.errors import StorageError
-from scu_trainer.models.loading.hub_errors import end_stalls, hub_line, without_again
+from scu_trainer.models.loading.hub_errors import hub_line, set_connection_timeout, without_retry_advice
 from scu_trainer.models.published import ADAPTER, PROCESSOR, model_files, names_like
 from scu_trainer.safe_paths import remove_inside
 
@@ -83,7 +83,7 @@ class Pushes:
         return job
 
     def _commit(self, held: Path, name: str) -> None:
-        end_stalls()
+        set_connection_timeout()
         args = self.trainer.args
         # the stock Trainer creates the repository, but no branch
         if args.hub_revision is not None and not self._has_branch:
@@ -104,7 +104,7 @@ class Pushes:
             logger.info("%s is on the Hub: %s", name, self.trainer.hub_model_id)
         else:
             line = hub_line(error, self.trainer.hub_model_id) or " ".join(str(error).split())[:200]
-            self._report_failure(name, without_again(line))
+            self._report_failure(name, without_retry_advice(line))
 
     def _report_failure(self, name: str, reason: str) -> None:
         self.notices.append(f"{name} was not pushed to the Hub: {reason}")

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from scu_trainer.errors import CheckpointError, StorageError
 from scu_trainer.run_files import read_json
 from scu_trainer.train.checkpoints.findings import Findings, examine
-from scu_trainer.train.checkpoints.format import checkpoints, named_as_one, step_of
+from scu_trainer.train.checkpoints.format import checkpoint_paths, checkpoints, step_of
 
 logger = logging.getLogger("scu_trainer")
 
@@ -25,7 +25,7 @@ def newest_checkpoint(
     """
     skipped: list[str] = []
     changed: Optional[tuple[Path, Findings]] = None
-    for checkpoint in named_as_one(run):
+    for checkpoint in checkpoint_paths(run):
         found = examine(checkpoint, world_size, weights_only)
         fault = found.fault or _newer_than_run(checkpoint)
         if fault is None:
@@ -66,17 +66,19 @@ def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, is_mai
     """
     if wanted is True:
         run = Path(output_dir)
-        return str(whole_checkpoint(run, weights_only, is_main)[0]) if run.is_dir() and named_as_one(run) else wanted
+        return (
+            str(whole_checkpoint(run, weights_only, is_main)[0]) if run.is_dir() and checkpoint_paths(run) else wanted
+        )
     if not isinstance(wanted, (str, os.PathLike)) or not os.path.lexists(wanted):
         return wanted
     found = examine(Path(wanted), None, weights_only, hashes=is_main)
     if found.damage is not None:
-        raise damaged(Path(wanted), found.damage, weights_only)
+        raise error_for_damage(Path(wanted), found.damage, weights_only)
     _warn(Path(wanted), found, is_main)
     return str(wanted)
 
 
-def damaged(checkpoint: Path, damage: str, weights_only: bool) -> CheckpointError:
+def error_for_damage(checkpoint: Path, damage: str, weights_only: bool) -> CheckpointError:
     """Return the error for a damaged checkpoint that was named, with what to use instead."""
     others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
     whole = next((path for path in others if examine(path, None, weights_only).fault is None), None)
@@ -94,13 +96,13 @@ def _warn(checkpoint: Path, found: Findings, tells: bool) -> None:
 
 def _newer_than_run(checkpoint: Path) -> Optional[str]:
     """Return a reason if the checkpoint is later than its run, which has resumed from an earlier checkpoint since."""
-    step = content_of(checkpoint.parent / "run.json").get("step")
+    step = json_content(checkpoint.parent / "run.json").get("step")
     if not isinstance(step, int) or step_of(checkpoint) <= step:
         return None
     return f"the run was last seen at step {step}, so this checkpoint is from an earlier start"
 
 
-def content_of(path: Path) -> dict[str, Any]:
+def json_content(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; {} if there is no file. Raises StorageError for other content."""
     content = read_json(path) if path.is_file() else {}
     if not isinstance(content, dict):

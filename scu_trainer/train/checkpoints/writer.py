@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from scu_trainer.errors import RUN_AGAIN, StorageError
-from scu_trainer.run_files import free_bytes, make_room, readable
+from scu_trainer.run_files import format_bytes, free_bytes, free_space_hint
 from scu_trainer.safe_paths import remove_inside
 from scu_trainer.train.checkpoints import format as files
 from scu_trainer.train.checkpoints.compatibility import facts_of_arguments
@@ -78,7 +78,7 @@ class CheckpointWriter:
         step = self.trainer.state.global_step
         staging = files.staging_of(final.parent, step)
         try:
-            with written_or_refused(str(final)):
+            with write_errors_raised(str(final)):
                 self._save_or_raise(staging, stock_save, lambda: self._publish(staging / f"checkpoint-{step}", final))
         finally:
             self._waiting_push = None
@@ -193,7 +193,7 @@ class CheckpointWriter:
             from accelerate.utils import gather_object
 
             enough = all(gather_object([enough]))
-        return None if enough else f"the disk has {readable(free)} free, and the last one took {readable(took)}"
+        return None if enough else f"the disk has {format_bytes(free)} free, and the last one took {format_bytes(took)}"
 
     def _continue_without(self, staging: Path, final: Path, problem: str) -> None:
         """Report that the run continues without this checkpoint; ranks cannot know how far each of them got."""
@@ -202,7 +202,7 @@ class CheckpointWriter:
         line = f"{final.name} could not be written: {problem}; {newest}"
         self._clear(staging)
         self.notices.append(line)
-        advice = make_room().capitalize()
+        advice = free_space_hint().capitalize()
         logger.warning("%s; the run continues without it. %s or set output_dir to another disk", line, advice)
 
     def _clear(self, staging: Path) -> None:
@@ -221,8 +221,8 @@ class CheckpointWriter:
             if self.trainer.args.world_size > 1:
                 raise StorageError(
                     f"a checkpoint could not be written: {text}; the one before it is complete. "
-                    f"{make_room().capitalize()} or set output_dir to another disk, and start again: the run resumes "
-                    "from there"
+                    f"{free_space_hint().capitalize()} or set output_dir to another disk, and start again: the run "
+                    "resumes from there"
                 ) from error
             return text
         return None
@@ -238,7 +238,7 @@ def _rebuild(staging: Path) -> None:
 
 
 @contextlib.contextmanager
-def written_or_refused(what: str) -> Iterator[None]:
+def write_errors_raised(what: str) -> Iterator[None]:
     """Inside, a failure to write ``what`` raises StorageError, whichever library tried to write."""
     try:
         yield
@@ -246,7 +246,7 @@ def written_or_refused(what: str) -> Iterator[None]:
         if isinstance(error, StorageError) or not is_write_error(error):
             raise
         raise StorageError(
-            f"{what} could not be written: {_short_text(error)}; {make_room()} and {RUN_AGAIN}"
+            f"{what} could not be written: {_short_text(error)}; {free_space_hint()} and {RUN_AGAIN}"
         ) from error
 
 

@@ -44,7 +44,7 @@ class Deliveries:
         counts, self._counts = self._counts, DeliveryCounts()
         return counts
 
-    def pass_on(self, inputs: Any, limit: Optional[int]) -> Any:
+    def cut_and_count(self, inputs: Any, limit: Optional[int]) -> Any:
         """Return the batch with rows of at most ``limit`` tokens, and count it."""
         if limit is not None and _width(inputs) > limit:
             inputs = self._cut(inputs, limit)

@@ -30,7 +30,7 @@ class Prompt:
     reference_ids: tuple[int, ...]
 
 
-def prompts_of(rows: Any, count: int, most_tokens: int) -> list[Prompt]:
+def spread_prompts(rows: Any, count: int, most_tokens: int) -> list[Prompt]:
     """Return up to ``count`` prompts, evenly spread over ``rows``.
 
     ``rows``: a sequence of mappings with ``input_ids`` and optionally ``labels``. The prompt of a row ends before its

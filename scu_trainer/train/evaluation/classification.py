@@ -14,7 +14,7 @@ from torch.nn import functional
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.train.evaluation.scoring import DocumentScores, halving_of, say_nonfinite
+from scu_trainer.train.evaluation.scoring import DocumentScores, halving_strategy, warn_about_nonfinite
 
 ROWS_AT_ONCE = 128
 
@@ -42,7 +42,7 @@ def preprocess_class_and_report(logits: Any, labels: torch.Tensor) -> torch.Tens
 
 def class_metrics(prediction: Any) -> dict[str, float]:
     """Return accuracy and bits per label, as ``compute_metrics`` of a Trainer with ``preprocess_class_logits``."""
-    say_nonfinite(prediction.predictions[:, 0], "row")
+    warn_about_nonfinite(prediction.predictions[:, 0], "row")
     nats, correct = prediction.predictions[:, :2].astype(np.float64).mean(axis=0)
     return {"accuracy": correct, "bpt": nats / NATS_PER_BIT}
 
@@ -69,7 +69,7 @@ def score_samples(
     The model's training mode is restored.
     """
     device = input_device(model)
-    halving, all_scores = halving_of(model), []
+    halving, all_scores = halving_strategy(model), []
     with evaluating(model):
         for start in range(0, len(rows), rows_at_once):
             numbers = range(start, min(start + rows_at_once, len(rows)))
@@ -81,7 +81,7 @@ def score_samples(
             all_scores += [scores for _, scores in halving.run(len(numbers), score)]
     all_scores = np.concatenate(all_scores)
     nats, correct = all_scores[:, :2].T
-    say_nonfinite(nats, "sample")
+    warn_about_nonfinite(nats, "sample")
     return DocumentScores(nats, np.ones(len(nats), dtype=np.int64), correct, _report_scores(all_scores[:, 2:]))
 
 

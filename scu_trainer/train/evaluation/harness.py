@@ -22,7 +22,7 @@ from accelerate.utils import patch_environment
 from torch import nn
 
 from scu_trainer.errors import DataError, ModelError, RequirementError, SettingsError
-from scu_trainer.models.loading.adapters import cannot_write
+from scu_trainer.models.loading.adapters import generation_obstacle
 from scu_trainer.train.evaluation.scoring import BootstrapInterval, DocumentScores, bootstrap_accuracy_difference
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -37,7 +37,7 @@ MEAN = "mean"
 
 
 @dataclass(frozen=True)
-class TaskFigure:
+class TaskMetric:
     """One metric of one task. ``value``: as the harness returns it (an accuracy is a share). ``stderr``: its standard
     error, computed by ``stderr_method``; None if the harness has none. ``per_question``: shape (questions,), empty if
     the metric is not a mean."""
@@ -71,7 +71,7 @@ class TaskFigure:
 
 
 def paired_difference(
-    first: TaskFigure, second: TaskFigure, bootstrap_options: dict[str, Any]
+    first: TaskMetric, second: TaskMetric, bootstrap_options: dict[str, Any]
 ) -> Optional[BootstrapInterval]:
     """Return the mean of ``second`` minus that of ``first``, with the same resamples of the questions for both; None if
     the metric is not a mean. ``bootstrap_options``: resamples, confidence and seed of the bootstrap."""
@@ -125,12 +125,12 @@ class Harness:
                         rule_name = getattr(rule, "__name__", type(rule).__name__)
                         self._aggregations[found.task_name, metric] = rule_name
 
-    def ask(self, model: nn.Module, tokenizer: Any, precision: str) -> Iterator[TaskFigure]:
+    def ask(self, model: nn.Module, tokenizer: Any, precision: str) -> Iterator[TaskMetric]:
         """Evaluate ``model`` and yield its metrics. ``precision``: no, bf16 or fp16 autocast.
 
         Raises ModelError if a task generates text and the model cannot.
         """
-        if self._generated and (obstacle := cannot_write(model)):
+        if self._generated and (obstacle := generation_obstacle(model)):
             raise ModelError(f"task {next(iter(self._generated))} generates text, but {obstacle}")
         import lm_eval
         from lm_eval.models.huggingface import HFLM
@@ -294,7 +294,7 @@ def _quiet_harness() -> Iterator[_LogCounter]:
 # -- reading its results -----------------------------------------------------------------------------------------------
 
 
-def _task_figures(results: dict[str, Any], aggregations: dict[tuple[str, str], str]) -> Iterator[TaskFigure]:
+def _task_figures(results: dict[str, Any], aggregations: dict[tuple[str, str], str]) -> Iterator[TaskMetric]:
     """Yield the metrics of tasks and groups, in the order of the harness."""
     for task, row in {**results["results"], **results.get("groups", {})}.items():
         for name, value in row.items():
@@ -303,7 +303,7 @@ def _task_figures(results: dict[str, Any], aggregations: dict[tuple[str, str], s
                 continue
             stderr, aggregation = row.get(f"{metric}_stderr,{filter_name}"), aggregations.get((task, metric))
             has_stderr = _is_number(stderr)
-            yield TaskFigure(
+            yield TaskMetric(
                 task=task,
                 metric=metric,
                 filter=filter_name,

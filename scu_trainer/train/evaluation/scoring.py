@@ -18,7 +18,7 @@ from scu_trainer.models.asking import evaluating
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.loss.rows.model_loss import has_sharded_weights
-from scu_trainer.train.step.recovery.halving import Halving, Together
+from scu_trainer.train.step.recovery.halving import AllRowsAtOnce, Halving
 
 logger = logging.getLogger("scu_trainer")
 
@@ -99,13 +99,13 @@ def bpt_metrics(prediction) -> dict[str, float]:
 
     The stock ``eval_loss`` is a mean over batches that ignores their numbers of tokens.
     """
-    say_nonfinite(prediction.predictions[:, 0], "row")
+    warn_about_nonfinite(prediction.predictions[:, 0], "row")
     nats, tokens = prediction.predictions.astype(np.float64).sum(axis=0)
     bpt = nats / max(tokens, 1.0) / NATS_PER_BIT
     return {"bpt": bpt, "perplexity": 2.0**bpt}
 
 
-def say_nonfinite(nats: np.ndarray, item: str) -> None:
+def warn_about_nonfinite(nats: np.ndarray, item: str) -> None:
     """Warn about items without a finite score by number, because their mean, which is not finite either, does not show
     which ones they are."""
     bad = np.flatnonzero(~np.isfinite(nats))
@@ -145,11 +145,11 @@ def evaluation_path_of(model: nn.Module) -> EvaluationPath:
     return EvaluationPath(model, low_precision=is_lower)
 
 
-def halving_of(model: nn.Module) -> Halving:
+def halving_strategy(model: nn.Module) -> Halving:
     """Return the strategy that halves a batch after an out-of-memory error; with sharded weights all ranks halve it
     together."""
     is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Together() if is_shared and has_sharded_weights(model) else Halving()
+    return AllRowsAtOnce() if is_shared and has_sharded_weights(model) else Halving()
 
 
 def _document_scores(path: EvaluationPath, rows, collate: Callable, batch_tokens: int) -> DocumentScores:
@@ -159,7 +159,7 @@ def _document_scores(path: EvaluationPath, rows, collate: Callable, batch_tokens
     if path.makes_logits:
         vocabulary_size = getattr(getattr(path.model, "config", None), "vocab_size", None) or 1
         batch_tokens = min(batch_tokens, max(1, LARGEST_LOGITS // vocabulary_size))
-    halving = halving_of(path.model)
+    halving = halving_strategy(path.model)
     for indices in _batches_by_length(rows["length"], batch_tokens):
 
         def score(part: range, indices=indices) -> np.ndarray:
@@ -170,7 +170,7 @@ def _document_scores(path: EvaluationPath, rows, collate: Callable, batch_tokens
             seen_documents = documents[indices[part.start : part.stop]]
             np.add.at(nats, seen_documents, scores[:, 0])
             np.add.at(tokens, seen_documents, scores[:, 1].astype(np.int64))
-    say_nonfinite(nats, "document")
+    warn_about_nonfinite(nats, "document")
     is_scored = tokens > 0
     return DocumentScores(nats[is_scored], tokens[is_scored])
 

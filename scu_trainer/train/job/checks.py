@@ -9,9 +9,9 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
-from scu_trainer.data.sources import require_there
-from scu_trainer.errors import RequirementError, nearest
-from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC, check_optimizer, keeps_small_steps
+from scu_trainer.data.sources import require_existing_path
+from scu_trainer.errors import RequirementError, did_you_mean
+from scu_trainer.hardware.optimizers import FOR_BFLOAT16, STOCHASTIC, check_optimizer, preserves_small_updates
 from scu_trainer.hardware.probe import installed_version
 from scu_trainer.models.loading.names import check_source
 from scu_trainer.settings import (
@@ -22,12 +22,12 @@ from scu_trainer.settings import (
     RegularizationSettings,
     RetentionSettings,
 )
-from scu_trainer.settings.base import plain, require
+from scu_trainer.settings.base import as_typed, require
 from scu_trainer.settings.mixture import is_same_dataset
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.job.optimizer_checks import check_optimizer_arguments, check_schedule
-from scu_trainer.train.loss.rows.model_loss import ligers_loss
-from scu_trainer.train.retention.choice import IN_PARTS
+from scu_trainer.train.loss.rows.model_loss import liger_replaces_loss
+from scu_trainer.train.retention.choice import SHARDED_WEIGHTS_MESSAGE
 from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed, zero_stage
 from scu_trainer.train.step.distributed.launchers import refuse_fields
 from scu_trainer.train.step.distributed.sharded import form_of_fsdp
@@ -86,7 +86,7 @@ def check_launcher(training: TrainingArguments) -> None:
     require(not training.use_cpu, "the launcher's parallelism_config does not work on a CPU; drop it, or use_cpu")
 
 
-def check_words(training: TrainingArguments) -> None:
+def check_text_values(training: TrainingArguments) -> None:
     """Check text values that the stock Trainer reads only after the run has started."""
     from accelerate.utils import DynamoBackend
 
@@ -94,7 +94,7 @@ def check_words(training: TrainingArguments) -> None:
     known = [item.value.lower() for item in DynamoBackend]
     require(
         backend is None or backend.lower() in known,
-        f"torch_compile_backend is {backend!r}; allowed: {', '.join(known)}{nearest(str(backend), known)}",
+        f"torch_compile_backend is {backend!r}; allowed: {', '.join(known)}{did_you_mean(str(backend), known)}",
     )
     pairs = (training.optim_args or "").replace(" ", "").split(",")
     malformed = next((pair for pair in pairs if pair and pair.count("=") != 1), None)
@@ -148,7 +148,7 @@ def _check_custom_evaluation(training: TrainingArguments) -> None:
 
 def check_training_optimizer(training: TrainingArguments, model: ModelSettings) -> None:
     """Check that ``optim`` and related settings work on the training device and with the type of the weights."""
-    optim, device = plain(training.optim), training.device
+    optim, device = as_typed(training.optim), training.device
     _check_liger(training, device.type)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     zero = getattr(training, "hf_deepspeed_config", None)
@@ -160,7 +160,7 @@ def check_training_optimizer(training: TrainingArguments, model: ModelSettings) 
     )
     check_optimizer(optim, device.type, capability, deepspeed_offload=zero is not None and zero.is_offload())
     require(
-        not model.trains_bfloat16 or uses_deepspeed(training) or keeps_small_steps(optim, training.optim_args),
+        not model.trains_bfloat16 or uses_deepspeed(training) or preserves_small_updates(optim, training.optim_args),
         f"optim: {optim} loses the steps that are too small for bfloat16 weights (dtype: bfloat16, tuning: full); "
         f"drop optim, so that the run uses {FOR_BFLOAT16} with optim_args: {STOCHASTIC}, use stable_adamw (Kahan "
         "summation, pip install torch-optimi), or set dtype: float32 with mixed_precision: bf16",
@@ -205,7 +205,7 @@ def check_memory(training: TrainingArguments, memory: MemorySettings) -> None:
     if memory.acts:
         refuse_fields(training)
     if memory.batch_mode == "logical":
-        memory.most_logical_rows(training.per_device_train_batch_size)
+        memory.largest_logical_batch(training.per_device_train_batch_size)
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
     lowest = memory.min_batch_size
     require(
@@ -224,7 +224,7 @@ def check_teacher(
     check_source(model.teacher, "teacher", typed="teacher ")
     contradictions = {
         "chunked_loss: always makes no logits": memory.chunked_loss == "always",
-        "use_liger_kernel makes no logits": ligers_loss(training),
+        "use_liger_kernel makes no logits": liger_replaces_loss(training),
         "label_smoothing_factor changes the loss": training.label_smoothing_factor,
         "curriculum: infobatch weights the task's loss of each row": "infobatch" in curriculum.methods,
         "ZeRO-3 shards every model that is loaded": zero_stage(training) == 3,
@@ -245,7 +245,7 @@ def check_retention(
     """Check the retention settings against the loops that its actuators use."""
     if not retention.acts:
         return
-    require(zero_stage(training) != 3 and form_of_fsdp(training) is None, IN_PARTS)
+    require(zero_stage(training) != 3 and form_of_fsdp(training) is None, SHARDED_WEIGHTS_MESSAGE)
     steers = regularization is not None and regularization.steers
     require(
         retention.retain_actuator != "lambda" or (regularization is not None and not steers),
@@ -275,7 +275,7 @@ def check_anchor(name: str, data: DataSettings) -> None:
             "the source another name (name: in its entry of dataset)",
         )
         return
-    place = data.place_of_source(name)
+    place = data.index_of_source(name)
     is_learned = place is not None or (isinstance(data.dataset, str) and is_same_dataset(data.dataset, name))
     require(
         not (is_learned and data.streaming),
@@ -288,4 +288,4 @@ def check_anchor(name: str, data: DataSettings) -> None:
         "on; drop eval_dataset, or give a text that is not trained on",
     )
     if place is None:
-        require_there(name)
+        require_existing_path(name)

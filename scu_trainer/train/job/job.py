@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from transformers import TrainingArguments
 
-from scu_trainer.data.sources import require_there
+from scu_trainer.data.sources import require_existing_path
 from scu_trainer.errors import SettingsError
 from scu_trainer.hardware.probe import accelerators, probe
-from scu_trainer.models.loading.dispatch import Free
-from scu_trainer.secrets import redact_data, secret, where_secret
+from scu_trainer.models.loading.dispatch import FreeMemory
+from scu_trainer.secrets import find_secret, redact_data, secret
 from scu_trainer.settings import (
     CurriculumSettings,
     DataSettings,
@@ -39,8 +39,8 @@ from scu_trainer.train.job.checks import (
     check_memory,
     check_retention,
     check_teacher,
+    check_text_values,
     check_training_optimizer,
-    check_words,
 )
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.source import Source
@@ -158,19 +158,19 @@ class Job:
         )
         check_launcher(training)
         check_training_optimizer(training, self.model)
-        self.check_anywhere()
+        self.check_machine_independent()
         self.kind.check(self)
         if self.data.eval_dataset is not None:  # it is read only after all training data, as is the anchor
-            require_there(self.data.eval_dataset)
+            require_existing_path(self.data.eval_dataset)
         if self.retention.retain is not None:
             check_anchor(self.retention.retain, self.data)
         check_resumable(training)
 
-    def check_anywhere(self) -> None:
+    def check_machine_independent(self) -> None:
         """Run those of the checks that do not depend on the machine."""
         training = self.training
         check_deepspeed(training, self.model, self.memory, self.regularization)
-        check_words(training)
+        check_text_values(training)
         check_evaluation(training, self.data, self.regularization)
         check_memory(training, self.memory)
         check_teacher(training, self.model, self.memory, self.curriculum)
@@ -224,7 +224,7 @@ class Job:
 def _refuse_secrets(settings: dict[str, Any]) -> None:
     """Raise SettingsError for a setting with a secret, because names and paths are written to files that people share:
     the model card, the adapter's configuration, TensorBoard logs."""
-    name = where_secret(settings)
+    name = find_secret(settings)
     if name is not None:
         raise SettingsError(
             f"{name} contains a password or token ({redact_data(settings[name])}), which would be written to the "
@@ -254,8 +254,8 @@ def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False)
     return trained_bytes(model) * (copies * saves + 1)
 
 
-def free_memory(training: TrainingArguments) -> Free:
-    return Free(cuda_bytes(training), int(probe().ram_available_bytes))
+def free_memory(training: TrainingArguments) -> FreeMemory:
+    return FreeMemory(cuda_bytes(training), int(probe().ram_available_bytes))
 
 
 def cuda_bytes(training: TrainingArguments) -> tuple[int, ...]:

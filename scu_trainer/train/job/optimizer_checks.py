@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 
-from scu_trainer.errors import nearest
-from scu_trainer.settings.base import plain, require
+from scu_trainer.errors import did_you_mean
+from scu_trainer.settings.base import as_typed, require
 
 ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
 LOW_RANK = ("rank", "update_proj_gap", "scale", "proj_type")
@@ -68,7 +68,7 @@ CLASSES = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": GreedyLR}
 EXAMPLES = {"num_decay_steps": 100}
 
 
-def taken_by(optim: str) -> tuple[str, ...]:
+def argument_names_of(optim: str) -> tuple[str, ...]:
     return next(names for part, names in TAKES if part in optim)
 
 
@@ -77,8 +77,8 @@ def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, s
 
     ``given``: the names and values in ``optim_args``.
     """
-    optim = plain(training.optim)
-    takes = taken_by(optim)
+    optim = as_typed(training.optim)
+    takes = argument_names_of(optim)
     unknown = next((name for name in given if name not in takes), None)
     require(
         not (optim.startswith("adamw_torch_") and "block_size" in given),
@@ -90,7 +90,7 @@ def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, s
         f"optim_args names weight_decay, which has no effect there; set weight_decay: {given.get('weight_decay')}",
     )
     takes = tuple(name for name in takes if name not in NOT_ACCEPTED)
-    instead = f"it takes {', '.join(takes)}{nearest(str(unknown), takes)}" if takes else "drop it"
+    instead = f"it takes {', '.join(takes)}{did_you_mean(str(unknown), takes)}" if takes else "drop it"
     if unknown == "momentum" and not takes:
         instead = "momentum is for optim: sgd or rmsprop"
     require(unknown is None, f"optim_args names {unknown}, which optim: {optim} does not take; {instead}")
@@ -125,7 +125,7 @@ def _check_value(name: str, value: str) -> None:
     misread."""
     if name in WORDS:
         known = (value.lower() if "true" in WORDS[name] else value) in WORDS[name]
-        allowed = f"allowed: {', '.join(WORDS[name])}{nearest(value, WORDS[name])}"
+        allowed = f"allowed: {', '.join(WORDS[name])}{did_you_mean(value, WORDS[name])}"
         allowed += "; drop it for false" if WORDS[name] == TRUE else ""
     else:
         _, kind, least, below, allowed = next((item for item in NUMBERS if name in item[0]), ANY_NUMBER)
@@ -143,10 +143,10 @@ def _is_number(text: str, kind: type, least: float, below: float) -> bool:
 def check_schedule(training: TrainingArguments) -> None:
     """Check the names in ``lr_scheduler_kwargs`` that the schedule needs or does not take. The stock Trainer rejects or
     drops them only after the model is loaded."""
-    kind, given = plain(training.lr_scheduler_type), training.lr_scheduler_kwargs or {}
+    kind, given = as_typed(training.lr_scheduler_type), training.lr_scheduler_kwargs or {}
     needs, takes = _scheduler_names(kind)
     unknown = next((name for name in given if name not in takes), None)
-    hint = f"it takes {', '.join(takes)}{nearest(str(unknown), takes)}" if takes else "drop it"
+    hint = f"it takes {', '.join(takes)}{did_you_mean(str(unknown), takes)}" if takes else "drop it"
     require(
         unknown is None,
         f"lr_scheduler_kwargs names {unknown}, which lr_scheduler_type: {kind} does not take; {hint}",

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from scu_trainer.train.loss.rows.model_loss import Measured
+from scu_trainer.train.loss.rows.model_loss import ReplacedFunction
 from scu_trainer.train.step.costs import wait_for
 from scu_trainer.train.step.recovery.snapshot import replaced
 
@@ -32,7 +32,7 @@ class PartTimes:
     def start(self) -> None:
         self.is_running, self._started_s = True, self._now()
         accelerator, compute_loss = self.trainer.accelerator, self.trainer.compute_loss
-        timed = Measured(compute_loss, self._timed("forward", compute_loss))
+        timed = ReplacedFunction(compute_loss, self._timed("forward", compute_loss))
         self._timers.enter_context(replaced(self.trainer, "compute_loss", timed))
         self._timers.enter_context(replaced(accelerator, "backward", self._timed("backward", accelerator.backward)))
 

@@ -35,7 +35,7 @@ from scu_trainer.data.store import StoredArrays
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import CurriculumSettings
-from scu_trainer.settings.stock import seed_of_data
+from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.curriculum.deliveries import Deliveries, DeliveryCounts
 from scu_trainer.train.curriculum.rules import (
@@ -115,7 +115,7 @@ class CurriculumLoop(Loop):
             lengths_of(rows, args.length_column_name),
             self.settings,
             rows_per_batch=trainer._train_batch_size,
-            seed=seed_of_data(args),
+            seed=effective_data_seed(args),
             rank=args.process_index,
             world=args.world_size,
             content=content_crc32(rows),
@@ -144,7 +144,7 @@ class CurriculumLoop(Loop):
         trainer = self.trainer
         if hasattr(rows, "column_names"):
             rows = trainer._remove_unused_columns(rows, description="training")
-        self._numbered = Numbered(rows, seed_of_data(trainer.args), trainer.args.dataloader_num_workers > 0)
+        self._numbered = Numbered(rows, effective_data_seed(trainer.args), trainer.args.dataloader_num_workers > 0)
         collator = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
         collate = NumberedCollator(collator, self._numbered)
         with replaced(trainer, "data_collator", collate):
@@ -278,8 +278,8 @@ class CurriculumLoop(Loop):
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
         for inputs in batches:
-            pass_on = partial(self._deliveries.pass_on, inputs, self._max_row_tokens())
-            yield second_try(pass_on, "cutting rows while the length warms up")
+            cut_and_count = partial(self._deliveries.cut_and_count, inputs, self._max_row_tokens())
+            yield second_try(cut_and_count, "cutting rows while the length warms up")
 
     def _max_row_tokens(self) -> Optional[int]:
         """Return the maximum number of tokens per row while the length warms up; None otherwise."""

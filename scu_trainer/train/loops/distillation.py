@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError
-from scu_trainer.models.vision.inputs import as_seen_by
+from scu_trainer.models.vision.inputs import process_images_for
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loss.analysis import mixing_modules
 from scu_trainer.train.loss.rows.model_loss import comes_from, inner_model
@@ -66,7 +66,7 @@ class Distillation(Loop):
         self._logits, model = None, self.trainer.model
         if not model.training or "labels" not in inputs:
             return dict(inputs)
-        inputs = as_seen_by(inner_model(model), inputs)
+        inputs = process_images_for(inner_model(model), inputs)
         teacher_inputs = {name: value for name, value in inputs.items() if name != "labels"}
         if teacher_inputs.get("input_ids") is not None:
             teacher_inputs["use_cache"] = False

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from scu_trainer.hardware.peaks import device_name, known_tflops
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.train.loss.analysis import untouched
+from scu_trainer.train.loss.analysis import restored_on_exit
 from scu_trainer.train.loss.analysis.measuring import rounds_to_tf32
 from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
 from scu_trainer.train.step.batches.rows import pick, rows_of
@@ -32,7 +32,7 @@ COUNTED = (
 
 
 @dataclass(frozen=True)
-class Count:
+class FlopCount:
     """Number of operations in forward and backward of ``rows`` rows.
 
     ``tokens``: their tokens, including padding; None if the input is not tokens, and then padding with its own mask is
@@ -69,7 +69,7 @@ def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[to
     return mask.ne(0).sum() if has_mask and not padding else ids.numel()
 
 
-def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional[Count], Optional[str]]:
+def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional[FlopCount], Optional[str]]:
     """Return (count for a few rows of ``inputs``, why there is none). Leaves weights, gradients and RNG unchanged.
 
     Counts in evaluation mode, so that activation checkpointing does not count twice.
@@ -90,7 +90,7 @@ def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional
     if not flops:
         return None, "no matrix product or convolution was seen"
     tokens = tokens_of(model, few_rows, padding=True)
-    return Count(flops, rows, tokens), None
+    return FlopCount(flops, rows, tokens), None
 
 
 def _without_padding(inputs: Any) -> Any:
@@ -116,7 +116,7 @@ def _count_operations(trainer: Trainer, inputs: Any, num_items: Any) -> float:
     weights = [p for p in model.parameters() if p.requires_grad]
     inputs = trainer._prepare_inputs(type(inputs)(inputs))
     counter = FlopCounterMode(display=False)
-    with untouched(model, trainer), torch.enable_grad(), _without_fused_kernels(), counter:
+    with restored_on_exit(model, trainer), torch.enable_grad(), _without_fused_kernels(), counter:
         with trainer.compute_loss_context_manager():
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         torch.autograd.grad(loss, weights, allow_unused=True)

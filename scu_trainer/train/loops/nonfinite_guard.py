@@ -38,14 +38,14 @@ from scu_trainer.train.loops.guard.divergence import DivergenceWatch
 from scu_trainer.train.loops.guard.first_nonfinite import (
     NonFinitePlace,
     has_nonfinite,
-    locate,
+    locate_nonfinite,
     nonfinite_weight,
     weights_are_finite,
 )
 from scu_trainer.train.loops.guard.spikes import SpikeWatch
-from scu_trainer.train.loss.rows.model_loss import counting
+from scu_trainer.train.loss.rows.model_loss import changing_objects_of
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, plain_attributes, put_back_attributes, replaced
+from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, plain_attributes, replaced, restore_attributes
 
 logger = logging.getLogger("scu_trainer")
 
@@ -99,7 +99,7 @@ class NonFiniteGuard(Loop):
         if self.divergence is not None:
             self.divergence.start()
         self.buffers = ChangingBuffers(self.trainer.model)
-        self._counting_objects = counting(self.trainer)
+        self._counting_objects = changing_objects_of(self.trainer)
         if self.trainer.is_deepspeed_enabled:
             # DeepSpeed's engine steps inside backward, so it must check itself, which it only does by default for fp16.
             self.trainer.model_wrapped.optimizer.check_grad_overflow = True
@@ -120,7 +120,7 @@ class NonFiniteGuard(Loop):
             "a copy of the buffers that a non-finite step would change (BatchNorm's statistics)",
         )
         if self._tracks_rows:
-            self.trainer.loss_path.has_learned = False
+            self.trainer.loss_path.has_trained_rows = False
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         self._losses.append(loss)
@@ -187,10 +187,10 @@ class NonFiniteGuard(Loop):
     def _find_fault(self, norm: Any) -> Optional[str]:
         """Return what is wrong with the step (LOSS, GRADIENT, ROWS or SPIKE); None if nothing is."""
         check = functools.partial(self._check_over_ranks, self._gradient_norm(norm))
-        bad_loss, bad_gradient, has_learned, *numbers = second_try(
+        bad_loss, bad_gradient, has_trained_rows, *numbers = second_try(
             check, "checking whether loss and gradient are finite"
         )
-        if not has_learned and not self.trainer.is_deepspeed_enabled:  # DeepSpeed has already stepped, with zeros
+        if not has_trained_rows and not self.trainer.is_deepspeed_enabled:  # DeepSpeed has already stepped, with zeros
             return ROWS
         if bad_loss:
             return LOSS
@@ -221,7 +221,7 @@ class NonFiniteGuard(Loop):
     def _has_learned(self) -> bool:
         """Whether any row of this rank was trained on; single rows without a finite loss are set aside."""
         path = self.trainer.loss_path
-        return not self._tracks_rows or path.has_learned or not path.was_asked
+        return not self._tracks_rows or path.has_trained_rows or not path.was_asked
 
     def _gradient_norm(self, norm: Any) -> torch.Tensor:
         if self.trainer.is_deepspeed_enabled:
@@ -282,7 +282,7 @@ class NonFiniteGuard(Loop):
                 for parameter in group["params"]:
                     parameter.grad = None
         second_try(lambda: self.buffers.restore(self._buffers_before), "restoring the model's buffers")
-        put_back_attributes(self._attributes_before, has_nonfinite)  # counters keep counting this step, as state does
+        restore_attributes(self._attributes_before, has_nonfinite)  # counters keep counting this step, as state does
         trainer._tr_loss.copy_(self._sum_before)
         # The stock loop averages losses over the steps since these two, and this step has no loss.
         trainer._globalstep_last_logged += 1
@@ -298,7 +298,7 @@ class NonFiniteGuard(Loop):
 
         def look() -> NonFinitePlace:
             if fault != ROWS:
-                return locate(self.trainer, self._batches, self._items)
+                return locate_nonfinite(self.trainer, self._batches, self._items)
             weight = nonfinite_weight(self.trainer.model)
             if weight is not None:
                 return NonFinitePlace(f"{weight} is not finite itself", is_weight=True)

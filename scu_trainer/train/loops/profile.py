@@ -8,7 +8,7 @@ from typing import Any, Optional
 
 from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.run_files import write_json
 from scu_trainer.train.loop import Loop, run_folder
 from scu_trainer.train.loops.bottlenecks import PartTimes
@@ -52,7 +52,7 @@ class Profile(Loop):
             )
             return
         if left < self.steps:
-            follow = counted(left, "step")
+            follow = count_text(left, "step")
             logger.warning("profile_steps is %d, but only %s after the warm-up: profiling those", self.steps, follow)
         self._folder, self._written, self._steps_ended = run_folder(self.trainer) / "logs" / "profile", False, 0
         plan = schedule(wait=WARMUP_STEPS - 1, warmup=1, active=min(self.steps, left), repeat=1)

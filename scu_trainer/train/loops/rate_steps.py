@@ -33,7 +33,7 @@ class RateSteps(Loop):
                 "lr_step_size and lr_milestones count epochs, but their length is only known inside train(); let "
                 "train() create the schedule, or pass your own: optimizers=(optimizer, scheduler)"
             )
-        return falling_in_steps(
+        return make_step_schedule(
             self.settings,
             optimizer,
             steps_per_epoch=steps_per_epoch,
@@ -42,7 +42,7 @@ class RateSteps(Loop):
         )
 
 
-def falling_in_steps(
+def make_step_schedule(
     settings: EfficiencySettings, optimizer: Optimizer, *, steps_per_epoch: int, total_steps: int, warmup_steps: int
 ) -> LambdaLR:
     """Return ``torch.optim.lr_scheduler.StepLR`` or ``MultiStepLR`` with a linear warm-up, stepped per optimizer step.

@@ -20,10 +20,10 @@ from transformers.trainer_utils import has_length
 from scu_trainer.control.tracking import assess
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_rows, write_json
-from scu_trainer.settings.regularization import ACT_BY_LAMBDA
+from scu_trainer.settings.regularization import LAWS_WITHOUT_TARGET
 from scu_trainer.train.checkpoints.saved_state import read_state, read_tensors
 from scu_trainer.train.loop import Loop, run_folder
-from scu_trainer.train.loss.analysis.added_means import batches_added, in_words
+from scu_trainer.train.loss.analysis.added_means import added_means_warning, batches_added
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.regularization.regularizer import Regularizer
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -95,7 +95,7 @@ class RegularizationLoop(Loop):
         if over_ranks or batches_added(trainer, num_items) > 1:
             self._ignores_items = self._analysis.ignores_items(inputs, num_items)
             if self._added_means(num_items) > 1 and trainer.is_world_process_zero():
-                logger.warning(in_words(trainer, num_items, self._analysis.ranks_added))
+                logger.warning(added_means_warning(trainer, num_items, self._analysis.ranks_added))
 
     def _added_means(self, num_items: Any) -> int:
         micro_batches = self.trainer.micro_batches
@@ -293,7 +293,7 @@ def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Opti
     """Return the verdict on how S was controlled, with tracking figures if it was."""
     if not regularizer.steers:
         return {"verdict": MEASURED}
-    if regularizer.settings.law in ACT_BY_LAMBDA:
+    if regularizer.settings.law in LAWS_WITHOUT_TARGET:
         return {"verdict": f"lambda was {regularizer.settings.law}, S was not controlled"}
     if target is None:
         return {"verdict": "held-out loss was still falling at the end: S was left free"}

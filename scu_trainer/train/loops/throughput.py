@@ -17,7 +17,7 @@ from typing import Any, Optional
 from transformers import Trainer
 
 from scu_trainer.train.loop import Loop
-from scu_trainer.train.loops.flops import COUNTED, Count, Peak, count_flops, find_peak, tokens_of
+from scu_trainer.train.loops.flops import COUNTED, FlopCount, Peak, count_flops, find_peak, tokens_of
 from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.costs import wait_for
 from scu_trainer.train.step.distributed.sharded import is_sharded
@@ -57,7 +57,7 @@ class Throughput(Loop):
 
     def __init__(self, trainer: Trainer, peak_tflops: Optional[float] = None, counts_flops: bool = True) -> None:
         self.trainer, self._stated_tflops = trainer, peak_tflops
-        self.count: Optional[Count] = None
+        self.count: Optional[FlopCount] = None
         self.peak: Optional[Peak] = None
         self.reasons: list[str] = []
         self._has_counted_flops, self._counts_flops = not counts_flops, counts_flops

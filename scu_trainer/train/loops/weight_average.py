@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.settings import RegularizationSettings
-from scu_trainer.settings.base import plain, require
+from scu_trainer.settings.base import as_typed, require
 from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.saved_state import reading
 from scu_trainer.train.loop import Loop
@@ -302,7 +302,7 @@ def may_be_schedule_free(trainer: Trainer) -> bool:
 
 
 def is_schedule_free(training: TrainingArguments) -> bool:
-    return plain(training.optim).startswith("schedule_free")
+    return as_typed(training.optim).startswith("schedule_free")
 
 
 def check_schedule_free(
@@ -320,7 +320,7 @@ def check_schedule_free(
         if not is_schedule_free(training):
             return
         _check_schedule(training, efficiency)
-    optim = own or f"optim: {plain(training.optim)}"
+    optim = own or f"optim: {as_typed(training.optim)}"
     steers = regularization is not None and regularization.steers
     check_own_schedule_free(optim, steers, efficiency is not None and efficiency.ema_decay is not None)
 
@@ -340,7 +340,7 @@ def check_own_schedule_free(optim: str, steers: bool, averages: bool) -> None:
 
 def _check_schedule(training: TrainingArguments, efficiency: Optional[EfficiencySettings]) -> None:
     """Raise SettingsError for a learning rate schedule or warm-up that a schedule-free optimizer cannot use."""
-    optim, kind = plain(training.optim), plain(training.lr_scheduler_type)
+    optim, kind = as_typed(training.optim), as_typed(training.lr_scheduler_type)
     steps = efficiency is not None and efficiency.has_lr_steps
     require(
         kind == "constant" and not steps,

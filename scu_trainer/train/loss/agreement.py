@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
-from scu_trainer.train.loss.analysis import has_drawn, rng_state, tolerance, untouched
+from scu_trainer.train.loss.analysis import has_drawn, restored_on_exit, rng_state, tolerance
 from scu_trainer.train.loss.analysis.measuring import tolerance_of
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, inner_model, opened
 from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, end_to_end
@@ -110,7 +110,7 @@ def _draws_random_numbers(trainer: Trainer, batch: Any) -> bool:
     return has_drawn(model, before)
 
 
-def follows_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
+def scales_with_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
     """Return whether the training loss scales with the model's own loss: twice the row weight gives twice the loss.
 
     Checked on the first columns of the first row, with every token learned.
@@ -181,7 +181,7 @@ def agrees_on_rows(
 def _run_check(model: torch.nn.Module, compare: Callable[[], Found], what: str) -> Found:
     """Run a check without changing the model. If the model fails on such rows, the failure is the reason."""
     try:
-        with untouched(model):
+        with restored_on_exit(model):
             return compare()
     except Exception as error:  # the model may fail on such short rows in any way, but training must continue
         if is_out_of_memory(error):

@@ -30,14 +30,14 @@ from scu_trainer.train.loss.rows.model_loss import (
     obstacle_in_head,
     obstacle_in_layers,
     opened,
-    own_forward_of,
     sliding_window_of,
+    user_forward_of,
     weights_dtype,
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.loss.rows.row_readings import RowLosses, preprocess_logits, row_scores
-from scu_trainer.train.step.batches.rows import looked_at
+from scu_trainer.train.step.batches.rows import with_host_copies
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 logger = logging.getLogger("scu_trainer")
@@ -83,7 +83,7 @@ class EvaluationPath:
 
         Inside the context, the model returns no usable logits. Yields None if the model must run as usual.
         """
-        rows = self._end_to_end(looked_at(batch)) if self._may_leave_padding else None
+        rows = self._end_to_end(with_host_copies(batch)) if self._may_leave_padding else None
         if self.makes_logits and rows is None:
             yield None
             return
@@ -133,7 +133,7 @@ class EvaluationPath:
 
     @functools.cached_property
     def _has_known_loss(self) -> bool:
-        is_known = computes_causal_loss(self.model) and own_forward_of(self.model) is None
+        is_known = computes_causal_loss(self.model) and user_forward_of(self.model) is None
         return is_known and not has_sharded_weights(self.model)
 
     def _check_agreement(

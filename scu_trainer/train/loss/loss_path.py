@@ -25,8 +25,8 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.errors import ControlError, SettingsError
-from scu_trainer.train.loss.agreement import agrees_headless, agrees_padding_free, follows_row_weights
-from scu_trainer.train.loss.analysis import mixing_modules, untouched
+from scu_trainer.train.loss.agreement import agrees_headless, agrees_padding_free, scales_with_row_weights
+from scu_trainer.train.loss.analysis import mixing_modules, restored_on_exit
 from scu_trainer.train.loss.analysis.measuring import tolerance_of
 from scu_trainer.train.loss.rows.known import LossCalls
 from scu_trainer.train.loss.rows.model_loss import (
@@ -36,10 +36,10 @@ from scu_trainer.train.loss.rows.model_loss import (
     obstacle_to_headless,
     obstacle_to_padding_free,
     opened,
-    own_forward_of,
-    own_loss_above,
-    own_loss_between,
     sliding_window_of,
+    user_forward_of,
+    user_loss_above,
+    user_loss_below,
 )
 from scu_trainer.train.loss.rows.padding_free import EndToEnd, end_to_end
 from scu_trainer.train.loss.rows.row_readings import (
@@ -48,7 +48,7 @@ from scu_trainer.train.loss.rows.row_readings import (
     RowLossReading,
     find_reading,
     logits_of,
-    with_labels_of_others,
+    with_wrong_labels,
 )
 from scu_trainer.train.step.batches.rows import pick
 from scu_trainer.train.step.distributed.sharded import needs_all_ranks
@@ -70,8 +70,8 @@ class LossPath:
 
     ``rows``: the ``CurriculumLoop`` that receives the losses of rows, or None. ``chunked`` ("always", "never" or
     "auto") and ``padding_free`` (True, False, or None for "wherever possible") are fields of ``MemorySettings``.
-    ``kind``: see ``_choose_kind``; None until it is chosen. ``has_learned``: whether any row was trained on since a
-    caller set it to False. ``was_asked``: whether ``loss`` was called at all. ``is_padding_free``: whether the model
+    ``kind``: see ``_choose_kind``; None until it is chosen. ``has_trained_rows``: whether any row was trained on since
+    a caller set it to False. ``was_asked``: whether ``loss`` was called at all. ``is_padding_free``: whether the model
     sees rows end to end; None until that is decided. ``is_planned``: whether the current micro-batch was planned to run
     end to end; ``wants_few_sizes``: whether it is then filled up to one of a few sizes; ``token_cap``: its maximum
     number of tokens, if a caller set one. ``end_to_end``: the rows that were last laid out end to end.
@@ -80,7 +80,7 @@ class LossPath:
     def __init__(self, trainer: Trainer, chunked: str, padding_free: Optional[bool] = False) -> None:
         self.trainer, self.rows = trainer, trainer.curriculum
         self.reading: Optional[RowLossReading] = None
-        self.has_learned = self.was_asked = self._bypasses_model_loss = False
+        self.has_trained_rows = self.was_asked = self._bypasses_model_loss = False
         self._has_reading = False
         self.kind: Optional[str] = None
         self._wanted_chunked, self._wanted_padding_free = chunked, padding_free
@@ -98,19 +98,19 @@ class LossPath:
         """Neither report nor weight the losses of rows inside this context."""
         return replaced(self, "_is_recording", False)
 
-    def for_model(self, inputs: Any) -> Any:
+    def inputs_for_model(self, inputs: Any) -> Any:
         """Return the batch without our own columns, as the model should see it."""
-        return inputs if self.rows is None else without_index(inputs)
+        return inputs if self.rows is None else without_sample_index(inputs)
 
     def choose(self, inputs: Callable[[], Any]) -> None:
         """Choose ``kind`` unless that is done. ``inputs``: a function that returns a batch on the model's device."""
         if self.kind is None:
             self._choose_kind(inputs())
 
-    def goes_padding_free(self, inputs: Callable[[], Any], longest_row: int) -> bool:
+    def can_run_padding_free(self, inputs: Callable[[], Any], longest_row: int) -> bool:
         """Return whether rows of up to ``longest_row`` tokens run end to end. ``inputs``: as in ``choose``."""
         if self.is_padding_free is None:
-            self.is_padding_free = self._may_be_padding_free(self.for_model(inputs()))
+            self.is_padding_free = self._may_be_padding_free(self.inputs_for_model(inputs()))
         return bool(self.is_padding_free) and (self._max_row_tokens is None or longest_row <= self._max_row_tokens)
 
     @functools.cached_property
@@ -125,7 +125,7 @@ class LossPath:
             logger.warning("padding_free is not used from now on: %s", reason)
 
     def _unrecorded_loss(self, model, inputs, num_items) -> torch.Tensor:
-        inputs = self.for_model(inputs)
+        inputs = self.inputs_for_model(inputs)
         with self._loss_context(self.kind, inputs, None, lambda losses: None):
             return self.trainer._stock_loss(model, inputs, False, num_items)
 
@@ -147,16 +147,16 @@ class LossPath:
         known = self._shares_prefixes
         # Audits switch randomness off, so they would not show that rows need random numbers of their own.
         may_share = self.is_planned and known is not False if self._is_recording else known is True
-        few_sizes = self.is_planned and self.wants_few_sizes
-        rows = end_to_end(inputs, self._max_row_tokens, may_share, few_sizes, self.token_cap)
+        rounded_up_size = self.is_planned and self.wants_few_sizes
+        rows = end_to_end(inputs, self._max_row_tokens, may_share, rounded_up_size, self.token_cap)
         if rows is None or rows.prefixes is None or known:
             return rows
         self._shares_prefixes = self._may_share_prefixes(inputs)
-        return end_to_end(inputs, self._max_row_tokens, self._shares_prefixes is True, few_sizes, self.token_cap)
+        return end_to_end(inputs, self._max_row_tokens, self._shares_prefixes is True, rounded_up_size, self.token_cap)
 
     def _may_share_prefixes(self, inputs: Any) -> Optional[bool]:
         """Return whether rows may share prefixes; None if this batch cannot show it because its loss is not finite."""
-        owner = own_loss_above(self.trainer) if self._wanted_padding_free is None else None
+        owner = user_loss_above(self.trainer) if self._wanted_padding_free is None else None
         if owner:
             reason = "may use what the layers compute; set padding_free: true if not"
             found, obstacle = False, f"compute_loss of {owner} {reason}"
@@ -175,7 +175,7 @@ class LossPath:
             return self._unrecorded_loss(model, inputs, num_items)
         if self.rows is None:
             return self._forward(model, inputs, num_items, None)[0]
-        ids, inputs = inputs.get(SAMPLE_INDEX), without_index(inputs)
+        ids, inputs = inputs.get(SAMPLE_INDEX), without_sample_index(inputs)
         if ids is None:
             raise ControlError("a batch has no sample_index, so it does not come from this trainer's own data loader")
         if self._held is not None:
@@ -195,7 +195,7 @@ class LossPath:
 
     def _report_rows(self, ids: torch.Tensor, losses: Optional[RowLosses]) -> None:
         self.rows.see(ids, losses)
-        self.has_learned = True
+        self.has_trained_rows = True
 
     # -- many micro-batches with a single wait for the device
 
@@ -251,7 +251,7 @@ class LossPath:
                 if may_fit_by_chance and not fits:
                     self.reading = replace(self.reading, exact=False)
                 if self.reading is not None and loss.requires_grad:
-                    self.reading = self.reading.seen_in(outputs)
+                    self.reading = self.reading.with_gradient_of(outputs)
                 self._has_reading = True
                 self.rows.found(self.reading)
         if self.reading is None:
@@ -298,10 +298,10 @@ class LossPath:
         """Return whether the reading also explains the loss when the labels are replaced by others."""
         labels, logits, changed = inputs.get("labels"), logits_of(outputs), {}
         if self._may_fit_by_chance(labels, outputs):
-            changed = {"labels": with_labels_of_others(labels, logits.size(-1))}
+            changed = {"labels": with_wrong_labels(labels, logits.size(-1))}
         other = type(inputs)({**inputs, **changed})
         model = self.trainer.model  # not the DDP wrapper: the other ranks do not run this forward
-        with untouched(model, self.trainer, training=True), torch.no_grad():
+        with restored_on_exit(model, self.trainer, training=True), torch.no_grad():
             loss, again = self.trainer._stock_loss(model, type(inputs)(other), True, num_items)
             return self._find_reading(again, other.get("labels"), loss, num_items, ()) == self.reading
 
@@ -356,7 +356,7 @@ class LossPath:
     def _find_bad_rows(self, model, inputs, num_items, bad: torch.Tensor) -> torch.Tensor:
         """Find the bad rows where rows affect each other, by a forward pass without batch statistics."""
         labels = inputs.get("labels")
-        with untouched(model, self.trainer), torch.no_grad():
+        with restored_on_exit(model, self.trainer), torch.no_grad():
             _, outputs = self.trainer._stock_loss(model, type(inputs)(inputs), True, num_items)
             alone = ~torch.isfinite(self.reading.rows(outputs, labels).sums)
         return alone if bool(alone.any()) else bad
@@ -381,12 +381,12 @@ class LossPath:
         """Return whether the loss is the model's own and user code does not change it in a way that matters."""
         if not has_causal_loss(self.trainer):
             return False
-        return self._user_code is None or follows_row_weights(self.trainer, self.for_model(inputs))
+        return self._user_code is None or scales_with_row_weights(self.trainer, self.inputs_for_model(inputs))
 
     @property
     def _user_code(self) -> Optional[str]:
         """Name the user code, if any, that gets the model's outputs and may use more of them than the loss."""
-        return own_loss_between(self.trainer) or own_forward_of(self.trainer.model)
+        return user_loss_below(self.trainer) or user_forward_of(self.trainer.model)
 
     def _may_go_headless(self, inputs: Any) -> Optional[bool]:
         """Return whether the loss can be computed without materialized logits; None if this batch cannot show it."""
@@ -458,12 +458,12 @@ def _require_pair(trainer: Trainer, found: Any) -> tuple[torch.Tensor, Any]:
     if isinstance(found, tuple) and len(found) == 2:
         return found
     raise ControlError(
-        f"compute_loss of {own_loss_between(trainer)} returns a {type(found).__name__} when return_outputs is True, "
+        f"compute_loss of {user_loss_below(trainer)} returns a {type(found).__name__} when return_outputs is True, "
         "but a curriculum reads the losses of rows from the outputs; return (loss, outputs) then, or drop the "
         "curriculum"
     )
 
 
-def without_index(inputs: Any) -> Any:
+def without_sample_index(inputs: Any) -> Any:
     """Return the batch without its sample indices."""
     return type(inputs)({name: value for name, value in inputs.items() if name != SAMPLE_INDEX})

@@ -21,14 +21,14 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, default_data_collator
 
-from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item, is_of_tuple
+from scu_trainer.data.items import TARGET, ItemCollator, Place, first_item, is_tuple_batch
 from scu_trainer.errors import ControlError, DataError, ModelError, SettingsError
-from scu_trainer.train.loss.analysis import untouched
-from scu_trainer.train.loss.loss_path import without_index
+from scu_trainer.train.loss.analysis import restored_on_exit
+from scu_trainer.train.loss.loss_path import without_sample_index
 from scu_trainer.train.loss.wrapped_loss import RowLoss
-from scu_trainer.train.loss.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_to_ask
+from scu_trainer.train.loss.wrapped_rows import ROWS_TO_ASK, has_one_entry_per_row, join, rows_for_wrapped_trial
 from scu_trainer.train.step.batches.rows import pick
-from scu_trainer.train.step.distributed.ranks import of_one_rank
+from scu_trainer.train.step.distributed.ranks import from_most_urgent_rank
 from scu_trainer.train.step.distributed.sharded import is_fsdp
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
@@ -107,7 +107,7 @@ class WrappedModule(nn.Module):
     def _arguments(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the (positional, named) arguments of the module's forward."""
         names = self._parameters_of_forward
-        if self._in_order or is_of_tuple(inputs):
+        if self._in_order or is_tuple_batch(inputs):
             return list(inputs.values()), {}
         if names is None or all(name in names for name in inputs):
             return [], dict(inputs)
@@ -138,7 +138,7 @@ class WrappedModule(nn.Module):
         few_rows = _pick_rows(batches, self.row_loss.seen)
         count = len(few_rows[TARGET])
         starts = range(0, count, ROWS_TO_ASK)
-        with untouched(self):
+        with restored_on_exit(self):
             parts = [
                 self._outputs_and_targets(prepare(_slice_rows(few_rows, start, start + ROWS_TO_ASK)))
                 for start in starts
@@ -189,7 +189,7 @@ def _with_own_storage(weights: dict[str, Any]) -> dict[str, Any]:
 def _pick_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> dict[str, Any]:
     """Return a row of each class not in ``seen`` and a few more, from all batches that can be joined with the first."""
     alike = [batch for batch in batches if _row_shapes(batch) == _row_shapes(batches[0])]
-    rows = torch.tensor(rows_to_ask(torch.cat([batch[TARGET] for batch in alike]), seen))
+    rows = torch.tensor(rows_for_wrapped_trial(torch.cat([batch[TARGET] for batch in alike]), seen))
     parts, begin = [], 0
     for batch in alike:
         count = len(batch[TARGET])
@@ -224,7 +224,7 @@ def _named_parameters(module: nn.Module) -> Optional[list[str]]:
 # -- the trainer's side ------------------------------------------------------------------------------------------------
 
 
-def adopt(trainer: Trainer) -> None:
+def prepare_wrapped_trainer(trainer: Trainer) -> None:
     """Prepare a trainer of a wrapped module: use its collator and keep all columns. Other models are left as they are.
 
     Raises DataError if the first item cannot be trained on, SettingsError for arguments that change the loss, and
@@ -257,7 +257,7 @@ def adopt(trainer: Trainer) -> None:
         logger.warning("the module does not accept %s: dropped from every item", ", ".join(left_out))
 
 
-def countable(trainer: Trainer, batches: list[Any]) -> list[Any]:
+def batches_to_count(trainer: Trainer, batches: list[Any]) -> list[Any]:
     """Return ``batches`` as the stock Trainer should count them: for a wrapped module, the terms of its loss's mean."""
     model = trainer.model
     if not isinstance(model, WrappedModule):
@@ -285,14 +285,14 @@ def _rows_to_ask(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Opti
     """
     row_loss, few_rows = trainer.model.row_loss, None
     row_loss.asks_alone = trainer.accelerator.num_processes == 1
-    if row_loss.must_ask(batch[TARGET] for batch in batches):
-        few_rows = send_to_device(_pick_rows([without_index(batch) for batch in batches], row_loss.seen), "cpu")
+    if row_loss.may_show_more(batch[TARGET] for batch in batches):
+        few_rows = send_to_device(_pick_rows([without_sample_index(batch) for batch in batches], row_loss.seen), "cpu")
     if row_loss.asks_alone or row_loss.is_settled:
         return few_rows
-    return of_one_rank(few_rows, int(few_rows is not None), trainer.accelerator.device)
+    return from_most_urgent_rank(few_rows, int(few_rows is not None), trainer.accelerator.device)
 
 
-def weighed(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
+def weighted_items(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
     """Return ``items`` as counted by the stock Trainer; with class weights, the total weight of all ranks' labels."""
     model = trainer.model
     if items is None or not isinstance(model, WrappedModule) or model.row_loss.kind != "targets":

@@ -37,7 +37,7 @@ from scu_trainer.train.loss.wrapped_rows import (
     are_classes,
     copied,
     has_one_entry_per_row,
-    rows_to_ask,
+    rows_for_wrapped_trial,
     take,
 )
 from scu_trainer.train.step.batches.reduction import Targets
@@ -143,7 +143,7 @@ class RowLoss(nn.Module):
         is_conclusive = self._findings.known or is_known(self.loss) or self._findings.checks >= MOST_CHECKS
         return self.kind is not None and is_conclusive
 
-    def must_ask(self, targets: Iterable[torch.Tensor]) -> bool:
+    def may_show_more(self, targets: Iterable[torch.Tensor]) -> bool:
         """Return whether a step with these ``targets`` may show something new about the loss."""
         if self.kind is None or self.is_settled:
             return self.kind is None
@@ -160,7 +160,7 @@ class RowLoss(nn.Module):
         if outputs is None:
             self._fall_back_to_whole(NO_ROWS)
             return
-        rows = rows_to_ask(targets, self.seen)
+        rows = rows_for_wrapped_trial(targets, self.seen)
         few_outputs, few_targets = take(outputs, rows), targets[rows]
         with LossCalls() as seen, _explain_class_errors(few_outputs, few_targets):
             whole = self._call_loss(copied(few_outputs), few_targets)

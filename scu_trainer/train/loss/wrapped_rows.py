@@ -18,7 +18,7 @@ def are_classes(targets: torch.Tensor) -> bool:
     return targets.dim() == 1 and targets.dtype in LABELS
 
 
-def rows_to_ask(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
+def rows_for_wrapped_trial(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
     """Return one row of each class not in ``seen``, filled up with others to ``ROWS_TO_ASK``, seen classes first."""
     labels = targets.tolist() if are_classes(targets) else [None] * len(targets)
     first: dict[int, int] = {}

@@ -41,7 +41,7 @@ class Events:
         return highest
 
 
-def at_rows(rows: int, few: tuple[int, Events], more: tuple[int, Events]) -> Optional[Events]:
+def extrapolated_to_rows(rows: int, few: tuple[int, Events], more: tuple[int, Events]) -> Optional[Events]:
     """Return the events of a step of ``rows`` rows, extrapolated from those of two other steps, each given with its
     number of rows. Returns None if these two differ in more than sizes."""
     (few_rows, a), (more_rows, b) = few, more

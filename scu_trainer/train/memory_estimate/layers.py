@@ -52,7 +52,7 @@ def shallow(kinds: Sequence[tuple]) -> list[int]:
     return sorted({0, len(kinds) - 1, *between.values()})
 
 
-def as_all_layers(kinds: Sequence[tuple], layers: Sequence[int]) -> list[int]:
+def stand_in_layers(kinds: Sequence[tuple], layers: Sequence[int]) -> list[int]:
     """Return, for each layer of the deep model, the index in ``layers`` (those of the shallow model) of the layer that
     represents it."""
     of_kind = {kinds[layer]: layer for layer in reversed(layers) if 0 < layer < len(kinds) - 1}
@@ -107,11 +107,11 @@ def marked(layers: Sequence[nn.Module], events: Events) -> Iterator[None]:
         yield
 
 
-def deepened(events: Events, stand_ins: Sequence[int]) -> Optional[Events]:
-    """Return the events of the deep model from those of the shallow one. ``stand_ins``: for each layer of the deep
-    model, the index of the shallow model's layer that represents it. Returns None if the shallow model did not run its
-    layers one after another."""
-    count = max(stand_ins) + 1
+def deep_events(events: Events, placeholders_for_offloaded: Sequence[int]) -> Optional[Events]:
+    """Return the events of the deep model from those of the shallow one. ``placeholders_for_offloaded``: for each
+    layer of the deep model, the index of the shallow model's layer that represents it. Returns None if the shallow
+    model did not run its layers one after another."""
+    count = max(placeholders_for_offloaded) + 1
     names = [*(("forward", i) for i in range(count)), ("loss", 0), *(("backward", i) for i in reversed(range(count)))]
     if [name for _, name in events.marks] != names:
         return None
@@ -119,19 +119,23 @@ def deepened(events: Events, stand_ins: Sequence[int]) -> Optional[Events]:
     part = {name: events.sizes[a:b] for name, a, b in zip(names, borders[:-1], borders[1:], strict=True)}
     segments = [
         events.sizes[: borders[0]],
-        *(part["forward", i] for i in stand_ins),
-        _loss_events(events, borders[: count + 2], stand_ins),
-        *(part["backward", i] for i in reversed(stand_ins)),
+        *(part["forward", i] for i in placeholders_for_offloaded),
+        _loss_events(events, borders[: count + 2], placeholders_for_offloaded),
+        *(part["backward", i] for i in reversed(placeholders_for_offloaded)),
     ]
     return Events(list(itertools.chain.from_iterable(segments)))
 
 
-def _loss_events(events: Events, borders: Sequence[int], stand_ins: Sequence[int]) -> list[tuple[str, int]]:
+def _loss_events(
+    events: Events, borders: Sequence[int], placeholders_for_offloaded: Sequence[int]
+) -> list[tuple[str, int]]:
     """Return the events of the loss in the deep model. Memory that a layer allocated and that is freed at the end of
     the forward pass (cached keys and values) is freed once for each represented layer. ``borders``: the starts of all
     layers, and start and end of the loss."""
     found = []
     for event in range(borders[-2], borders[-1]):
         layer = bisect.bisect_right(borders, events.taken[event]) - 1
-        found += [events.sizes[event]] * (stand_ins.count(layer) if 0 <= layer < len(borders) - 2 else 1)
+        found += [events.sizes[event]] * (
+            placeholders_for_offloaded.count(layer) if 0 <= layer < len(borders) - 2 else 1
+        )
     return found

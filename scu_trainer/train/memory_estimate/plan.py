@@ -14,38 +14,38 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from scu_trainer.errors import ModelError
-from scu_trainer.hardware.estimate import MemoryEstimate, Trained, estimate_memory
+from scu_trainer.hardware.estimate import MemoryEstimate, TrainableWeights, estimate_memory
 from scu_trainer.hardware.recommend import SettingChoice
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.fit import require_positions
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.rows.model_loss import HALVES
-from scu_trainer.train.memory_estimate.events import Events, at_rows
+from scu_trainer.train.memory_estimate.events import Events, extrapolated_to_rows
 from scu_trainer.train.memory_estimate.layers import (
-    as_all_layers,
-    deepened,
+    deep_events,
     kinds_of,
     layers_of,
     shallow,
     shapes_by_part,
+    stand_in_layers,
     with_layers,
 )
 from scu_trainer.train.memory_estimate.predict import (
     estimate_of,
-    grown,
-    held_by,
+    held_memory,
+    largest_grown_step,
+    largest_step,
+    largest_step_within,
     loss_kind,
-    step_of,
-    subject_of,
-    trained_of,
-    within,
+    traced_subject,
+    trained_sizes,
 )
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
-from scu_trainer.train.memory_estimate.skeleton import of_configuration
+from scu_trainer.train.memory_estimate.skeleton import model_from_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, tensors_of, trace
 from scu_trainer.train.preflight.optimization import optimizer_name
-from scu_trainer.train.tasks.common import checkpoints
+from scu_trainer.train.tasks.common import checkpoints_activations
 from scu_trainer.train.tasks.packing import Packing
 
 TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
@@ -64,7 +64,7 @@ def choice_of(job: Job) -> SettingChoice:
     return SettingChoice(
         tuning=model.tuning,
         mixed_precision="bf16" if training.bf16 else "fp16" if training.fp16 else "no",
-        checkpoint_every_layer=checkpoints(job),
+        checkpoint_every_layer=checkpoints_activations(job),
         optim=optimizer_name(job),
         block_size=job.data.block_size if has_length else None,
         load_in_8bit=model.load_in_8bit,
@@ -110,14 +110,14 @@ class FromConfiguration:
         length = choice.block_size
         rows = RowShapes(length, length, is_uneven=not self._is_packed)
         model = self._estimated_step(choice, self._shallow_layers).model if rows.is_uneven else None  # may need padding
-        return step_of(self.job, rows, self.device, model)
+        return largest_step(self.job, rows, self.device, model)
 
     def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
-        held = replace(held_by(self.job), optim="" if choice.offload else choice.optim)
+        held = replace(held_memory(self.job), optim="" if choice.offload else choice.optim)
         alike = replace(choice, optim="", offload=False)
         if len(self._kinds) > (TRACED_WHOLE_ON_CPU if self.device == "cpu" else TRACED_WHOLE):
             deep = self._deep(alike, step.length)
-            events = None if deep is None else at_rows(step.rows, deep.few, deep.more)
+            events = None if deep is None else extrapolated_to_rows(step.rows, deep.few, deep.more)
             if events is not None:
                 before = deep.trained.size_bytes if step.micro_batches > 1 else None
                 parts = {**events.highest(before), "weights": deep.weights_bytes}
@@ -133,14 +133,14 @@ class FromConfiguration:
             return None
         subject = self._estimated_step(choice, numbers)
         layers = layers_of(subject.model, len(numbers))
-        stand_ins, found = as_all_layers(self._kinds, numbers), []
+        placeholders_for_offloaded, found = stand_in_layers(self._kinds, numbers), []
         for rows in FEW_ROWS:
             traced = trace(subject, rows, length, after_others=False, layers=layers)
-            events = deepened(traced.events, stand_ins)
+            events = deep_events(traced.events, placeholders_for_offloaded)
             if events is None:
                 return None
             found.append((rows, events))
-        weights_bytes, trained = weights_of(subject.model, layers, [layers[i] for i in stand_ins])
+        weights_bytes, trained = weights_of(subject.model, layers, [layers[i] for i in placeholders_for_offloaded])
         return Deep(*found, weights_bytes, trained, traced.compiled_bytes)
 
     @functools.cached_property
@@ -154,13 +154,13 @@ class FromConfiguration:
         whole = shapes_by_part(self._estimated_step(choice, all_numbers).model, len(all_numbers))
         with contextlib.suppress(ModelError):  # without its other layers the model may be invalid
             few = shapes_by_part(self._estimated_step(choice, numbers).model, len(numbers))
-            if few and [*(few[i] for i in as_all_layers(self._kinds, numbers)), few[-1]] == whole:
+            if few and [*(few[i] for i in stand_in_layers(self._kinds, numbers)), few[-1]] == whole:
                 return numbers
         return all_numbers
 
     def _estimated_step(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
         job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
-        model = of_configuration(
+        model = model_from_configuration(
             with_layers(self.config, layers),
             job.model,
             mode,
@@ -181,16 +181,18 @@ class Deep:
     few: tuple[int, Events]
     more: tuple[int, Events]
     weights_bytes: int
-    trained: Trained
+    trained: TrainableWeights
     compiled_bytes: int
 
 
-def weights_of(model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequence[nn.Module]) -> tuple[int, Trained]:
+def weights_of(
+    model: nn.Module, layers: Sequence[nn.Module], all_layers: Sequence[nn.Module]
+) -> tuple[int, TrainableWeights]:
     """Return (bytes of weights and buffers, trained weights) of ``model`` with ``all_layers`` instead of ``layers``."""
     inside = {id(tensor) for layer in layers for tensor in tensors_of(layer)}
     outside = [tensor for tensor in tensors_of(model) if id(tensor) not in inside]
     tensors = [*outside, *(tensor for layer in all_layers for tensor in tensors_of(layer))]
-    return sum(tensor.nbytes for tensor in tensors), trained_of(model, [t for t in tensors if t.requires_grad])
+    return sum(tensor.nbytes for tensor in tensors), trained_sizes(model, [t for t in tensors if t.requires_grad])
 
 
 def _unpadded_rows(rows: int, length: int) -> Mapping[str, Any]:
@@ -217,13 +219,13 @@ class FromParts:
         return RowShapes.of(self.parts.data.train)
 
     def step(self, choice: SettingChoice) -> Step:
-        return step_of(self.job, self.rows, self.device, self.parts.model)
+        return largest_step(self.job, self.rows, self.device, self.parts.model)
 
     def estimate(self, choice: SettingChoice, step: Step) -> MemoryEstimate:
-        subject = replace(subject_of(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
-        if choice.checkpoint_every_layer and not checkpoints(self.job):
+        subject = replace(traced_subject(self.job, self.parts, self.rows), autocast=HALVES[choice.mixed_precision])
+        if choice.checkpoint_every_layer and not checkpoints_activations(self.job):
             checkpoint_every_layer(subject.model)
-        return estimate_of(subject, step, replace(held_by(self.job, self.parts), optim=choice.optim), self.device)
+        return estimate_of(subject, step, replace(held_memory(self.job, self.parts), optim=choice.optim), self.device)
 
 
 Source = FromConfiguration | FromParts
@@ -252,6 +254,6 @@ class Planned:
 def planned(source: Source, choice: SettingChoice, limit_bytes: int, least_rows: int) -> Planned:
     """Estimate ``choice``. ``least_rows``: smallest micro-batch; the rows of a step if steps are not divided."""
     estimate = functools.partial(source.estimate, choice)
-    whole, taken = grown(source.step(choice), estimate, limit_bytes)
-    step, made = within((whole, taken), estimate, limit_bytes, least_rows)
+    whole, taken = largest_grown_step(source.step(choice), estimate, limit_bytes)
+    step, made = largest_step_within((whole, taken), estimate, limit_bytes, least_rows)
     return Planned(choice, made, step, whole, taken, made.fits(limit_bytes))

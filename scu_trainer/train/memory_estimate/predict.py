@@ -12,24 +12,24 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
-from scu_trainer.hardware.estimate import Held, MemoryEstimate, Trained, estimate_memory
+from scu_trainer.hardware.estimate import AdditionalMemory, MemoryEstimate, TrainableWeights, estimate_memory
 from scu_trainer.hardware.heap import UntouchedHeap
 from scu_trainer.hardware.optimizer_bytes import argument_copies
 from scu_trainer.models.loading.sizes import weight_counts
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
-from scu_trainer.train.loss.rows.kernels import card_bytes
+from scu_trainer.train.loss.rows.kernels import usable_gpu_bytes
 from scu_trainer.train.loss.rows.model_loss import (
     has_causal_loss,
     head_of,
     obstacle_to_headless,
     obstacle_to_padding_free,
-    own_forward_of,
+    user_forward_of,
     weights_dtype,
 )
 from scu_trainer.train.memory_estimate.shapes import RowShapes, Step, lengths_of, planned_step
-from scu_trainer.train.memory_estimate.skeleton import copy_of
+from scu_trainer.train.memory_estimate.skeleton import fake_copy
 from scu_trainer.train.memory_estimate.step import EstimatedStep, LossKind, tensors_of, trace
 from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.step.batches.rows import PADDING, has_time
@@ -48,16 +48,16 @@ def predict(
     ``parts`` is not changed. Passes on the exceptions of models that create tensors with data-dependent shapes.
     """
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
-    subject, held = subject_of(job, parts, rows), held_by(job, parts)
+    subject, held = traced_subject(job, parts, rows), held_memory(job, parts)
     estimate_step = functools.partial(estimate_of, subject, held=held, device=device)
-    whole, estimate = grown(step_of(job, rows, device, parts.model), estimate_step, _card_bytes(job))
+    whole, estimate = largest_grown_step(largest_step(job, rows, device, parts.model), estimate_step, _card_bytes(job))
     step = whole
     if limit_bytes is not None:
-        step, estimate = within((whole, estimate), estimate_step, limit_bytes, job.memory.min_batch_size)
+        step, estimate = largest_step_within((whole, estimate), estimate_step, limit_bytes, job.memory.min_batch_size)
     return estimate, step, whole
 
 
-def grown(
+def largest_grown_step(
     step: Step, estimate: Callable[[Step], MemoryEstimate], limit_bytes: Optional[int]
 ) -> tuple[Step, MemoryEstimate]:
     """Return ``step`` if it fits, else the largest step between the requested one and ``step`` that fits: beyond the
@@ -68,7 +68,7 @@ def grown(
     return largest_that_fits((step.asked, estimate(step.asked)), (step, taken), estimate, limit_bytes)
 
 
-def within(
+def largest_step_within(
     whole: tuple[Step, MemoryEstimate],
     estimate: Callable[[Step], MemoryEstimate],
     limit_bytes: int,
@@ -103,8 +103,8 @@ def largest_that_fits(
     return smallest
 
 
-def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> MemoryEstimate:
-    trained = trained_of(subject.model, subject.trained)
+def estimate_of(subject: EstimatedStep, step: Step, held: AdditionalMemory, device: str) -> MemoryEstimate:
+    trained = trained_sizes(subject.model, subject.trained)
     looks_at_heap = device == "cpu" and UntouchedHeap.is_known()
     kept = _kept_blocks(held.bytes_of(trained), subject.trained, trained) if looks_at_heap else None
     stepping, after_others = held.step_blocks(trained, device), step.micro_batches > 1
@@ -113,7 +113,7 @@ def estimate_of(subject: EstimatedStep, step: Step, held: Held, device: str) -> 
     return estimate_memory(traced.parts, trained, held, device, traced.heap_bytes, compiled_bytes)
 
 
-def _kept_blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: Trained) -> list[int]:
+def _kept_blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: TrainableWeights) -> list[int]:
     """Return the sizes of the blocks that are kept for each weight; two moments of a weight are two blocks.
 
     ``kept``: bytes that are kept for all weights together, by part.
@@ -128,7 +128,7 @@ def _kept_blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], train
     return blocks
 
 
-def step_of(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] = None) -> Step:
+def largest_step(job: Job, rows: RowShapes, device: str, model: Optional[nn.Module] = None) -> Step:
     """Return the largest step of ``job``. ``device``: type of the training device. ``model``: the loaded model."""
     training = job.training
     batch_rows, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
@@ -160,11 +160,11 @@ def _compute_dtype(job: Job, device: str, model: Optional[nn.Module]) -> torch.d
     return getattr(torch, job.model.dtype) if job.model.dtype != "auto" else torch.float32
 
 
-def held_by(job: Job, parts: Optional[TrainingComponents] = None) -> Held:
+def held_memory(job: Job, parts: Optional[TrainingComponents] = None) -> AdditionalMemory:
     """Return what the job keeps in memory between steps. ``parts``: the loaded components; without them the size of the
     teacher is read from its configuration."""
     prior, stage = job.regularization, zero_stage(job.training) or 0
-    return Held(
+    return AdditionalMemory(
         optim=optimizer_name(job),
         holds_start=prior is not None and prior.prior == "init" and stage < 3,  # ZeRO-3: S is not measured
         holds_averages=job.efficiency.ema_decay is not None,
@@ -188,7 +188,7 @@ def _teacher_bytes(name: Optional[str]) -> int:
     return int(counts["weights"] * counts["stored_bytes"])
 
 
-def trained_of(model: nn.Module, weights: Sequence[nn.Parameter]) -> Trained:
+def trained_sizes(model: nn.Module, weights: Sequence[nn.Parameter]) -> TrainableWeights:
     """Return the sizes of the trained ``weights`` of ``model``."""
     embeddings = {id(p) for layer in model.modules() if isinstance(layer, nn.Embedding) for p in layer.parameters()}
     outer = {id(p) for layer in outer_layers(model) for p in layer.parameters()}
@@ -197,7 +197,7 @@ def trained_of(model: nn.Module, weights: Sequence[nn.Parameter]) -> Trained:
         "no matrices": sum(p.numel() for p in weights if p.dim() != 2 or id(p) in outer),
     }
     sizes = [p.nbytes for p in weights]
-    return Trained(sum(sizes), sum(p.numel() for p in weights), max(sizes, default=0), separate_counts)
+    return TrainableWeights(sum(sizes), sum(p.numel() for p in weights), max(sizes, default=0), separate_counts)
 
 
 # -- what is traced ----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def loss_kind(job: Job, model: nn.Module) -> LossKind:
     attributes = _trainer_attributes(job, model)
     wanted = job.memory.resolved_chunked_loss
     if wanted != "never" and not obstacle_to_headless(attributes):
-        is_large = head_of(model).out_features >= LARGE_VOCABULARY and own_forward_of(model) is None
+        is_large = head_of(model).out_features >= LARGE_VOCABULARY and user_forward_of(model) is None
         if wanted == "always" or is_large:
             return "headless"
     return "opened" if job.acting_curriculum is not None and has_causal_loss(attributes) else "returned"
@@ -237,7 +237,7 @@ def autocast_of(job: Job) -> Optional[torch.dtype]:
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
 
 
-def subject_of(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes) -> EstimatedStep:
+def traced_subject(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes) -> EstimatedStep:
     """Return the loaded model with fake weights, and batches made of its longest row."""
     sample, mode = _longest_row(parts), FakeTensorMode(allow_non_fake_inputs=True)
     if not kind_of_rows.is_uneven:
@@ -246,14 +246,14 @@ def subject_of(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes) -> 
     def batch(rows: int, length: int) -> Mapping[str, Any]:
         return {name: _with_size(name, value, rows, length) for name, value in sample.items()}
 
-    model, kind = copy_of(parts.model, mode), loss_kind(job, parts.model)
+    model, kind = fake_copy(parts.model, mode), loss_kind(job, parts.model)
     return EstimatedStep(model, mode, batch, kind, autocast_of(job), _card_bytes(job))
 
 
 def _card_bytes(job: Job) -> Optional[int]:
     """Return the bytes that training may use on its GPU; ``memory_limit_gb`` is applied here, because the allocator's
     limit is set only later, by the trainer."""
-    of_card, limit_gb = card_bytes(job.training.device), job.memory.memory_limit_gb
+    of_card, limit_gb = usable_gpu_bytes(job.training.device), job.memory.memory_limit_gb
     return of_card if of_card is None or limit_gb is None else min(of_card, int(limit_gb * 2**30))
 
 

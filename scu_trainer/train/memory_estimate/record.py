@@ -10,7 +10,7 @@ from scu_trainer.hardware.estimate import PARTS, MemoryEstimate
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.hardware.probe import resident_bytes
 from scu_trainer.imports import without_collector
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, free_memory, is_main_process
 from scu_trainer.train.memory_estimate.predict import predict
@@ -47,13 +47,13 @@ class RunEstimate:
             return f"memory: not predicted, {self.reason}"
         peak = self.estimate.peak_bytes
         sizes_by_part = {part: getattr(self.estimate, part) for part in PARTS}
-        parts = [f"{part} {readable(held)}" for part, held in sizes_by_part.items() if held >= WORTH_SAYING * peak]
+        parts = [f"{part} {format_bytes(held)}" for part, held in sizes_by_part.items() if held >= WORTH_SAYING * peak]
         rows = f"{self.step.rows} row{'s' if self.step.rows > 1 else ''}"
         size = rows + (f" of {self.step.length} tokens" if self.step.length > 1 else "")
-        line = f"memory: a step in micro-batches of {size} should take {readable(peak)} ({', '.join(parts)})"
+        line = f"memory: a step in micro-batches of {size} should take {format_bytes(peak)} ({', '.join(parts)})"
         if self.limit_bytes is None or (self.first_tokens is None and self.estimate.fits(self.limit_bytes)):
             return line
-        with_limit = f"{line}; {readable(self.limit_bytes)} of main memory are available"
+        with_limit = f"{line}; {format_bytes(self.limit_bytes)} of main memory are available"
         if self.estimate.fits(self.limit_bytes):
             return f"{with_limit}, and larger micro-batches would not fit"
         return (
@@ -75,7 +75,7 @@ class RunEstimate:
         }
 
 
-def prediction(job: Job, parts: TrainingComponents) -> RunEstimate:
+def predict_run(job: Job, parts: TrainingComponents) -> RunEstimate:
     """Predict the memory of a loaded job; ``parts`` is not changed. If the prediction fails, the result has a reason
     instead of an estimate, and training continues."""
     reason = _reason_against_prediction(job)

@@ -129,10 +129,10 @@ def _count_sizes(
     for count in {min(rows_per_window, all_rows), all_rows % rows_per_window} - {0}:  # an epoch's last window
         for _ in range(windows if count < all_rows else 1):
             window = generator.choice(rows.lengths, count, replace=False).tolist()
-            lengths = [splitting.few_sizes(length) for length in window] if is_padded else window
+            lengths = [splitting.rounded_up_size(length) for length in window] if is_padded else window
             for plan in cut(lengths, cap, memory.max_batch_size, memory.min_batch_size):
                 unpadded = sum(window[row] for row in plan.rows)
-                found.add(plan.tokens if is_padded else splitting.few_sizes(unpadded))
+                found.add(plan.tokens if is_padded else splitting.rounded_up_size(unpadded))
     return len(found) + SIZES_BESIDE_STEPS
 
 

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from transformers import PretrainedConfig
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.loading.adapters import adapter_config, choose_weights
+from scu_trainer.models.loading.adapters import adapter_config, freeze_unselected_weights
 from scu_trainer.models.loading.names import as_model_error, is_adapter
-from scu_trainer.models.quantize import numbers_in, quantizable_layers, quantized_modules, stored_bits
+from scu_trainer.models.quantize import quantizable_layers, quantized_modules, stored_bits, weight_count_of
 from scu_trainer.settings import ModelSettings
 
 SCALE_BITS = {(4, True): 8 / 64 + 32 / (64 * 256), (4, False): 32 / 64, (8, True): 0.0, (8, False): 0.0}
@@ -65,12 +65,12 @@ class _UnpackedProduct(torch.autograd.Function):
         return gradient @ packed.new_empty(ctx.shape, dtype=ctx.dtype), None, None
 
 
-def copy_of(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a copy of a loaded ``model``, including all its modifications, with fake weights."""
     with mode:
-        stand_ins = {id(module): _stand_in(module) for _, module in quantized_modules(model)}
+        placeholders_for_offloaded = {id(module): _stand_in(module) for _, module in quantized_modules(model)}
     with FakeCopyMode(mode):
-        copied = copy.deepcopy(model, stand_ins)
+        copied = copy.deepcopy(model, placeholders_for_offloaded)
     with mode:
         _move_to_cpu(copied)  # stand-ins and inputs are there; quantized models are loaded on a GPU
     return copied
@@ -84,11 +84,11 @@ def _stand_in(module: nn.Module) -> PackedLinear:
         bias = nn.Parameter(torch.empty(bias.shape, dtype=bias.dtype), requires_grad=bias.requires_grad)
     outputs = module.out_features
     return PackedLinear(
-        numbers_in(module.weight) // outputs, outputs, bias, bits, getattr(module, "compute_dtype", None)
+        weight_count_of(module.weight) // outputs, outputs, bias, bits, getattr(module, "compute_dtype", None)
     )
 
 
-def of_configuration(
+def model_from_configuration(
     config: PretrainedConfig,
     settings: ModelSettings,
     mode: FakeTensorMode,
@@ -164,7 +164,7 @@ def _replace_quantized_layers(model: nn.Module, settings: ModelSettings, compute
 
 def _prepared_for_tuning(model: nn.Module, settings: ModelSettings) -> nn.Module:
     if settings.tuning == "full":
-        return choose_weights(model, settings)
+        return freeze_unselected_weights(model, settings)
     from peft import PeftConfig, get_peft_model
 
     adapter = Path(settings.model_name_or_path or "").expanduser()

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scu_trainer.hardware.heap import UntouchedHeap
-from scu_trainer.train.loss.rows.kernels import chunks_as_on_card
+from scu_trainer.train.loss.rows.kernels import chunks_as_on_gpu
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, opened
 from scu_trainer.train.memory_estimate.compiled import CompiledProducts
 from scu_trainer.train.memory_estimate.events import GRADIENTS, WEIGHTS, Events
@@ -34,7 +34,7 @@ PASSES = 3
 @dataclass(frozen=True)
 class EstimatedStep:
     """The model and the batches to trace. ``mode``: the mode of the fake tensors. ``batch(rows, length)``: the inputs
-    of the model, with labels. ``autocast``: the type of half precision arithmetic, if any. ``card_bytes``: usable
+    of the model, with labels. ``autocast``: the type of half precision arithmetic, if any. ``usable_gpu_bytes``: usable
     memory of the GPU that the traced CPU tensors represent; None if training is on a CPU."""
 
     model: nn.Module
@@ -42,7 +42,7 @@ class EstimatedStep:
     batch: Callable[[int, int], Mapping[str, Any]]
     loss: LossKind
     autocast: Optional[torch.dtype]
-    card_bytes: Optional[int] = None
+    usable_gpu_bytes: Optional[int] = None
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -140,7 +140,7 @@ def _drop_gradients(weights: Sequence[nn.Parameter]) -> None:
 
 
 def _forward_and_backward(subject: EstimatedStep, inputs: Mapping[str, Any], live: LiveBytes) -> None:
-    with live, chunks_as_on_card(subject.card_bytes), _loss_context(subject):
+    with live, chunks_as_on_gpu(subject.usable_gpu_bytes), _loss_context(subject):
         with torch.autocast("cpu", subject.autocast, enabled=subject.autocast is not None):
             loss = subject.model(**inputs)["loss"]
         loss.backward()

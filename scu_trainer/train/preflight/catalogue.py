@@ -19,4 +19,4 @@ from scu_trainer.train.preflight.finding import Check
 
 MODULES = (optimization, pitfalls, length, surroundings, columns, counts, rows, classes, weights, room, plan)
 CHECKS = {check.id: check for module in MODULES for check in vars(module).values() if isinstance(check, Check)}
-LOOKED_FOR = sum(check.level != "note" for check in CHECKS.values())
+MISTAKE_COUNT = sum(check.level != "note" for check in CHECKS.values())

@@ -13,7 +13,7 @@ from scu_trainer.data.readers import READERS, kind_of, read_file
 from scu_trainer.data.sources import files_and_links, is_saved, named_columns
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.text.chat import AROUND_ANSWERS
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
@@ -98,7 +98,7 @@ MOST = 0.9
 def before_loading(job: Job) -> Iterator[Finding]:
     if job.task.task != TEXT:
         return
-    for data in [job.data.of_source(source) for source in job.data.sources] or [job.data]:
+    for data in [job.data.settings_of_source(source) for source in job.data.sources] or [job.data]:
         yield from _check_dataset(data)
 
 
@@ -119,10 +119,12 @@ def before_training(statistics: Any) -> Iterator[Finding]:
     for check, names in LOOKS_LIKE:
         for column in (column for column in statistics.columns_not_used if column.lower() in names):
             rows = statistics.columns_not_used[column]
-            yield check.found(f"{column!r} has a value in {counted(rows, 'row')} and is not read", f"column {column}")
+            yield check.found(
+                f"{column!r} has a value in {count_text(rows, 'row')} and is not read", f"column {column}"
+            )
     for what, count in statistics.rendered_away.items():
         fix = OF_REASONING_MODELS if AROUND_ANSWERS in what else None
-        yield RENDERED_AWAY.found(f"{what}: left out of {counted(count, 'conversation')}", "chat_template", fix)
+        yield RENDERED_AWAY.found(f"{what}: left out of {count_text(count, 'conversation')}", "chat_template", fix)
 
 
 def _first_file(path: Path) -> Optional[Path]:

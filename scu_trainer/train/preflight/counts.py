@@ -67,7 +67,7 @@ def before_training(job: Job, parts: TrainingComponents) -> Iterator[Finding]:
 def _check_samples(job: Job, statistics: SampleStatistics) -> Iterator[Finding]:
     dropped = sum(count for reason, count in statistics.dropped.items() if reason != EMPTY_CLASS)
     yield from _check_dropped(
-        dropped, max(statistics.read, dropped), f"{statistics.item}s", statistics.dropped_in_words()
+        dropped, max(statistics.read, dropped), f"{statistics.item}s", statistics.describe_dropped()
     )
     yield from _check_held_out_overlap(statistics.heldout_duplicates, statistics.eval, f"held-out {statistics.item}s")
     if statistics.eval and job.training.eval_strategy != "no" and statistics.eval < FEWEST_SAMPLES:
@@ -96,7 +96,7 @@ def _check_dropped_rows(statistics: DataStatistics) -> Iterator[Finding]:
     """Check the dropped rows of the source and the dropped rows of tokens separately, because their units differ."""
     masked_rows = _masked_row_count(statistics)
     dropped_source_rows = sum(statistics.rows_dropped.values()) - masked_rows
-    yield from _check_dropped(dropped_source_rows, statistics.rows_read, "rows read", statistics.dropped_in_words())
+    yield from _check_dropped(dropped_source_rows, statistics.rows_read, "rows read", statistics.describe_dropped())
     whole = statistics.blocks + statistics.eval_rows + masked_rows
     yield from _check_dropped(masked_rows, whole, "rows of tokens", "nothing to learn in them", MOST_CUT_SHARE)
 

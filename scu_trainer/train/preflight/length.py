@@ -10,7 +10,7 @@ import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import has_length
 
-from scu_trainer.settings.base import plain
+from scu_trainer.settings.base import as_typed
 from scu_trainer.settings.safety import STOCK_SAVE_STEPS
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
@@ -104,10 +104,10 @@ def rows_per_step(job: Job) -> int:
 
 def _check_batches(job: Job, rows: int) -> Iterator[Finding]:
     training, wanted = job.training, rows_per_step(job)
-    at_once = training.train_batch_size * training.world_size
+    take_over_now = training.train_batch_size * training.world_size
     where = "per_device_train_batch_size, gradient_accumulation_steps"
-    if training.dataloader_drop_last and rows < at_once:
-        yield NO_FULL_BATCH.found(f"{rows:,} training rows fill no batch of {at_once:,}", "dataloader_drop_last")
+    if training.dataloader_drop_last and rows < take_over_now:
+        yield NO_FULL_BATCH.found(f"{rows:,} training rows fill no batch of {take_over_now:,}", "dataloader_drop_last")
     elif wanted >= rows:
         how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} x {training.world_size} ranks"
         yield BATCH_EXCEEDS_ROWS.found(f"a step takes {wanted:,} rows ({how}), and there are {rows:,}", where)
@@ -133,7 +133,7 @@ def interval(value: float, steps: int) -> int:
 
 def _check_warm_up(job: Job, steps: int) -> Iterator[Finding]:
     training = job.training
-    if job.efficiency.has_lr_steps or plain(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau"):
+    if job.efficiency.has_lr_steps or as_typed(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau"):
         return  # these have no warm-up
     warm_up = training.get_warmup_steps(steps)
     if warm_up >= max(2, steps / 2):
@@ -177,7 +177,7 @@ def _check_schedule(job: Job) -> Iterator[Finding]:
         return
     problem = _schedule_error(job)
     if problem is not None:
-        what = f"lr_scheduler_type {plain(job.training.lr_scheduler_type)}: {problem}"
+        what = f"lr_scheduler_type {as_typed(job.training.lr_scheduler_type)}: {problem}"
         yield SCHEDULE.found(what, "lr_scheduler_type, lr_scheduler_kwargs")
 
 

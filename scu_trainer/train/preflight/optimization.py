@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers import TrainingArguments
 
-from scu_trainer.settings.base import plain
+from scu_trainer.settings.base import as_typed
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
 
@@ -92,7 +92,7 @@ def before_loading(job: Job) -> Iterator[Finding]:
 
 def optimizer_name(job: Job) -> str:
     """Return the value of ``optim``, or "muon" if ``use_muon`` replaces it."""
-    return "muon" if job.efficiency.use_muon else plain(job.training.optim)
+    return "muon" if job.efficiency.use_muon else as_typed(job.training.optim)
 
 
 def is_plain_gradient(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Optional
 
-from scu_trainer.settings.base import changed, plain
+from scu_trainer.settings.base import as_typed, changed_fields
 from scu_trainer.settings.curriculum import METHODS
 from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.job import Job
@@ -60,29 +60,29 @@ class Idle(NamedTuple):
 IDLE = (
     Idle(
         ("warmup_steps",),
-        lambda job: plain(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau")
-        and not plain(job.training.optim).startswith("schedule_free"),
+        lambda job: as_typed(job.training.lr_scheduler_type) in ("constant", "reduce_lr_on_plateau")
+        and not as_typed(job.training.optim).startswith("schedule_free"),
         "this lr_scheduler_type starts at the full rate", "set lr_scheduler_type: constant_with_warmup, or drop it",
     ),
     Idle(
-        ("warmup_steps",), lambda job: plain(job.training.optim) == "schedule_free_radam",
+        ("warmup_steps",), lambda job: as_typed(job.training.optim) == "schedule_free_radam",
         "this optim has its own warm-up",
     ),
     Idle(
-        ("weight_decay",), lambda job: plain(job.training.optim).startswith(("galore", "apollo")),
+        ("weight_decay",), lambda job: as_typed(job.training.optim).startswith(("galore", "apollo")),
         "transformers does not pass it to this optim",
     ),
     Idle(
-        ("save_steps",), lambda job: plain(job.training.save_strategy) != "steps",
+        ("save_steps",), lambda job: as_typed(job.training.save_strategy) != "steps",
         "save_strategy does not count steps", "set save_strategy: steps, or drop it",
     ),
     Idle(
         ("logging_steps",),  # without a target, S is measured at this interval with any strategy
-        lambda job: plain(job.training.logging_strategy) != "steps" and job.regularization is None,
+        lambda job: as_typed(job.training.logging_strategy) != "steps" and job.regularization is None,
         "logging_strategy does not count steps", "set logging_strategy: steps, or drop it",
     ),
     Idle(
-        ("eval_delay",), lambda job: plain(job.training.eval_strategy) == "no", "eval_strategy is no",
+        ("eval_delay",), lambda job: as_typed(job.training.eval_strategy) == "no", "eval_strategy is no",
         "set eval_strategy: epoch, or drop it",
     ),
     Idle(
@@ -93,10 +93,10 @@ IDLE = (
     Idle(("include_for_metrics",), lambda job: True, "only a compute_metrics function in Python can use it"),
     Idle(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
-        lambda job: plain(job.training.optim).startswith(WITHOUT_ADAM), "this optim does not read it",
+        lambda job: as_typed(job.training.optim).startswith(WITHOUT_ADAM), "this optim does not read it",
     ),
     Idle(
-        ("optim_target_modules",), lambda job: not plain(job.training.optim).startswith(("galore", "apollo")),
+        ("optim_target_modules",), lambda job: not as_typed(job.training.optim).startswith(("galore", "apollo")),
         "this optim does not read it",
     ),
     Idle(
@@ -201,7 +201,7 @@ def _check_adapter_settings(job: Job) -> Iterator[Finding]:
 
 def _check_intervals(job: Job) -> Iterator[Finding]:
     training = job.training
-    strategy = plain(training.eval_strategy)
+    strategy = as_typed(training.eval_strategy)
     if training.eval_steps is not None and strategy != "steps":
         what = f"eval_steps {training.eval_steps:g} given, and eval_strategy is {strategy}, which does not count steps"
         yield WITHOUT_EFFECT.found(what, "eval_steps", "set eval_strategy: steps, or drop eval_steps")
@@ -211,7 +211,7 @@ def _check_intervals(job: Job) -> Iterator[Finding]:
 
 
 def _check_memory_settings(job: Job) -> Iterator[Finding]:
-    memory, given = job.memory, changed(job.memory)
+    memory, given = job.memory, changed_fields(job.memory)
     if memory.batch_mode == "chunk" and "batch_size_lr_rule" in given:
         what = "batch_size_lr_rule given, and batch_mode is chunk, which never changes the batch of the optimizer"
         yield WITHOUT_EFFECT.found(what, "batch_size_lr_rule", "drop it, or set batch_mode: logical")
@@ -225,7 +225,7 @@ def _check_curriculum_settings(job: Job) -> Iterator[Finding]:
     """Check the fields of curriculum methods that are off; their names begin with the name of the method."""
     curriculum = job.curriculum
     for method in METHODS:
-        idle = [name for name in changed(curriculum) if name.startswith(f"{method}_")]
+        idle = [name for name in changed_fields(curriculum) if name.startswith(f"{method}_")]
         if idle and method not in curriculum.methods:
             what = f"{', '.join(idle)} given, and curriculum is {curriculum.curriculum}"
             yield WITHOUT_EFFECT.found(what, ", ".join(idle), f"drop it, or set curriculum: {method}")

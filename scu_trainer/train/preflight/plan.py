@@ -58,15 +58,15 @@ def _rows_trained_per_epoch(job: Job, rows: Optional[int]) -> Optional[int]:
     data loaders of the stock Trainer drop the last batches, or fill them with repeated rows.
     """
     training, launched = job.training, job.training.accelerator_config
-    at_once = training.train_batch_size * training.world_size
+    take_over_now = training.train_batch_size * training.world_size
     if not rows or launched.split_batches or launched.dispatch_batches:
         return rows
     if job.acting_curriculum is not None:
         batches = -(-rows // training.train_batch_size)
         return max(rows, -(-batches // training.world_size) * training.world_size)
     if training.dataloader_drop_last:
-        return rows // at_once * at_once
-    return -(-rows // at_once) * at_once if training.world_size > 1 and launched.even_batches else rows
+        return rows // take_over_now * take_over_now
+    return -(-rows // take_over_now) * take_over_now if training.world_size > 1 and launched.even_batches else rows
 
 
 def _steps_text(

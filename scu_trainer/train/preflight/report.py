@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from scu_trainer.errors import PreflightError
-from scu_trainer.figures import counted
-from scu_trainer.train.preflight.catalogue import LOOKED_FOR
+from scu_trainer.figures import count_text
+from scu_trainer.train.preflight.catalogue import MISTAKE_COUNT
 from scu_trainer.train.preflight.finding import Finding
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
@@ -23,9 +23,9 @@ def report(findings: Sequence[Finding], console: Console, policy: Literal["stop"
         return
     errors, warnings, notes = ([f for f in findings if f.level == level] for level in STYLES)
     if errors or warnings:
-        console.print(f"preflight: {counted(len(errors), 'error')}, {counted(len(warnings), 'warning')}")
+        console.print(f"preflight: {count_text(len(errors), 'error')}, {count_text(len(warnings), 'warning')}")
     else:
-        console.print(f"preflight: {LOOKED_FOR} checks, nothing found")
+        console.print(f"preflight: {MISTAKE_COUNT} checks, nothing found")
     if findings:
         console.print(_findings_table([*errors, *warnings, *notes]))
     if errors and policy == "stop":
@@ -54,6 +54,6 @@ def _error_message(errors: Sequence[Finding]) -> str:
     first = errors[0]
     more = f" ({len(errors) - 1} more above)" if len(errors) > 1 else ""
     return (
-        f"preflight found {counted(len(errors), 'error')}: {first.check}: {first.what}; {first.fix}{more}; "
+        f"preflight found {count_text(len(errors), 'error')}: {first.check}: {first.what}; {first.fix}{more}; "
         "--preflight warn trains anyway"
     )

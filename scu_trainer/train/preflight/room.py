@@ -14,7 +14,7 @@ from typing import Optional
 from torch import nn
 
 from scu_trainer.hardware import optimizer_bytes
-from scu_trainer.run_files import free_bytes, readable
+from scu_trainer.run_files import format_bytes, free_bytes
 from scu_trainer.train.job.job import Job, free_memory
 from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.length import interval
@@ -70,8 +70,8 @@ def _check_memory(job: Job, model: nn.Module) -> Iterator[Finding]:
     else:  # every rank needs its own share, and the weights are already in memory
         available = free.main_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = sum(parts.values())
-    in_words = ", ".join(f"{name} {readable(count)}" for name, count in parts.items())
-    what = f"{in_words}: {readable(needed)} of {readable(available)} free memory"
+    in_words = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+    what = f"{in_words}: {format_bytes(needed)} of {format_bytes(available)} free memory"
     if needed > available:
         yield MEMORY_SHORT.found(what, "tuning, optim")
     elif needed > NEARLY * available:
@@ -89,8 +89,8 @@ def _check_disk(
     free = free_bytes(output_dir)
     if saves * each > free:
         what = (
-            f"{saves:,} checkpoints of {readable(each)} or more take {readable(saves * each)} of {readable(free)} free "
-            f"space; the disk is full after {percent(free / (saves * each))} of the run"
+            f"{saves:,} checkpoints of {format_bytes(each)} or more take {format_bytes(saves * each)} of "
+            f"{format_bytes(free)} free space; the disk is full after {percent(free / (saves * each))} of the run"
         )
         yield DISK_FILLS.found(what, "save_total_limit, save_steps")
 

@@ -13,7 +13,7 @@ from scu_trainer.settings.tasks import TEXT
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding, percent
-from scu_trainer.train.preflight.tokens import Marks, TokenFacts, scan
+from scu_trainer.train.preflight.tokens import SpecialTokens, TokenCounts, scan
 
 TOKENS_OUT_OF_RANGE = Check(
     "tokens-out-of-range",
@@ -79,7 +79,7 @@ SMALLEST_VOCABULARY_SHARE = 0.7
 a sixth, but never by half."""
 
 
-def before_training(job: Job, parts: TrainingComponents, facts: TokenFacts) -> Iterator[Finding]:
+def before_training(job: Job, parts: TrainingComponents, facts: TokenCounts) -> Iterator[Finding]:
     yield from _check_vocabulary(job, parts, facts)
     yield from _check_learned(job, facts)
     yield from _check_starts(facts)
@@ -96,39 +96,39 @@ def before_training(job: Job, parts: TrainingComponents, facts: TokenFacts) -> I
         yield from _check_texts(job, parts.processor, facts)
 
 
-def is_cut_into_documents(facts: TokenFacts, statistics: DataStatistics) -> bool:
+def is_cut_into_documents(facts: TokenCounts, statistics: DataStatistics) -> bool:
     """Whether end tokens occur only at the ends of documents; in conversations each turn may have one."""
     if facts.all_rows is None:
         return False
     return facts.ends * facts.all_rows <= ENDS_PER_DOCUMENT * statistics.documents * facts.rows
 
 
-def _check_repeated(facts: TokenFacts) -> Iterator[Finding]:
+def _check_repeated(facts: TokenCounts) -> Iterator[Finding]:
     if facts.documents >= FEWEST_DOCUMENTS and facts.repeated / facts.documents >= REPEATED_SHARE:
         what = f"{facts.repeated:,} of {facts.documents:,} documents repeat others, {facts.among()}"
         yield REPEATED.found(what, "dataset")
 
 
-def facts_of(parts: TrainingComponents) -> TokenFacts:
+def facts_of(parts: TrainingComponents) -> TokenCounts:
     """Return the counts over the tokens of the training rows."""
-    return scan(parts.data.train, marks_of(parts.processor, parts.model))
+    return scan(parts.data.train, special_tokens_of(parts.processor, parts.model))
 
 
-def marks_of(tokenizer: Any, model: Any) -> Marks:
+def special_tokens_of(tokenizer: Any, model: Any) -> SpecialTokens:
     """Return the special tokens to count: those that end a document for the tokenizer or generation for the model, the
     start token, and the unknown token."""
     generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(generation if isinstance(generation, list) else [generation])} - {None}
     others = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     start, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
-    return Marks(
+    return SpecialTokens(
         frozenset(ends),
         None if start in others else start,
         None if unknown in {*others, start} else unknown,  # GPT-2 uses one token for all of them
     )
 
 
-def _check_vocabulary(job: Job, parts: TrainingComponents, facts: TokenFacts) -> Iterator[Finding]:
+def _check_vocabulary(job: Job, parts: TrainingComponents, facts: TokenCounts) -> Iterator[Finding]:
     rows = embedding_rows(parts.model)
     if rows is None:
         return
@@ -141,7 +141,7 @@ def _check_vocabulary(job: Job, parts: TrainingComponents, facts: TokenFacts) ->
         yield SMALL_TOKENIZER.found(what, "model_name_or_path")
 
 
-def _check_learned(job: Job, facts: TokenFacts) -> Iterator[Finding]:
+def _check_learned(job: Job, facts: TokenCounts) -> Iterator[Finding]:
     where = "assistant_only_loss, chat_template" if job.task.task == TEXT else "dataset"
     if facts.learned and facts.ends_learned == facts.learned:
         yield ONLY_ENDS.found(f"all {facts.learned:,} learned tokens are end tokens, {facts.among()}", where)
@@ -149,7 +149,7 @@ def _check_learned(job: Job, facts: TokenFacts) -> Iterator[Finding]:
         yield END_NOT_LEARNED.found(f"none of {facts.ends:,} end tokens is learned, {facts.among()}", where)
 
 
-def _check_starts(facts: TokenFacts) -> Iterator[Finding]:
+def _check_starts(facts: TokenCounts) -> Iterator[Finding]:
     if facts.ends and facts.doubled_starts / facts.ends >= DOUBLED_SHARE:
         what = f"{facts.doubled_starts:,} doubled start tokens and {facts.ends:,} end tokens, {facts.among()}"
         yield DOUBLED_START.found(what, "dataset")
@@ -167,7 +167,7 @@ KINDS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def _check_texts(job: Job, tokenizer: Any, facts: TokenFacts) -> Iterator[Finding]:
+def _check_texts(job: Job, tokenizer: Any, facts: TokenCounts) -> Iterator[Finding]:
     if job.task.task != TEXT:
         return
     texts = [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in facts.examples]

@@ -23,7 +23,7 @@ LONG_RUN = 128
 EXAMPLES, LONGEST_EXAMPLE = 64, 256
 
 
-class Marks(NamedTuple):
+class SpecialTokens(NamedTuple):
     """Token ids to count. ``ends``: tokens that end a document or generation. ``start``, ``unknown``: None if the
     tokenizer has no separate token for it."""
 
@@ -33,7 +33,7 @@ class Marks(NamedTuple):
 
 
 @dataclass
-class TokenFacts:
+class TokenCounts:
     """Counts over the scanned rows, ``rows`` of ``all_rows`` (None: a stream).
 
     ``ends``: tokens that end a document or a turn. ``ends_learned``: those of them that have a label.
@@ -66,9 +66,9 @@ class TokenFacts:
         return f"in a sample of {self.rows:,} rows" + ("" if self.all_rows is None else f" of {self.all_rows:,}")
 
 
-def scan(rows: Any, marks: Marks) -> TokenFacts:
+def scan(rows: Any, marks: SpecialTokens) -> TokenCounts:
     """Count over ``rows``, a dataset with input_ids and labels that has a length or is streamed."""
-    facts = TokenFacts(len(rows) if has_length(rows) else None)
+    facts = TokenCounts(len(rows) if has_length(rows) else None)
     for count, ids, labels in _blocks(rows):
         facts.rows += count
         _count_tokens(facts, ids, labels, marks)
@@ -101,7 +101,7 @@ def _block_starts(rows: Any) -> list[int]:
     return [starts[index] for index in numpy.linspace(0, len(starts) - 1, most, dtype=int)]
 
 
-def _count_tokens(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray, marks: Marks) -> None:
+def _count_tokens(facts: TokenCounts, ids: numpy.ndarray, labels: numpy.ndarray, marks: SpecialTokens) -> None:
     facts.tokens += len(ids)
     facts.learned += int(numpy.count_nonzero(labels != NOT_LEARNED))
     facts.largest_id = max(facts.largest_id, int(ids.max(initial=0)))
@@ -115,7 +115,7 @@ def _count_tokens(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray, 
         facts.doubled_starts += int(numpy.count_nonzero(is_start[1:] & is_start[:-1]))
 
 
-def _count_runs(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
+def _count_runs(facts: TokenCounts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
     """Count runs of one token that are mostly learned; they may continue over the borders of rows, and the first token
     of a row is never learned."""
     borders = numpy.flatnonzero(ids[1:] != ids[:-1]) + 1
@@ -128,7 +128,7 @@ def _count_runs(facts: TokenFacts, ids: numpy.ndarray, labels: numpy.ndarray) ->
             facts.longest_run = max(facts.longest_run, (end - start, int(ids[start])))
 
 
-def _count_documents(facts: TokenFacts, ids: numpy.ndarray, ends: Collection[int]) -> None:
+def _count_documents(facts: TokenCounts, ids: numpy.ndarray, ends: Collection[int]) -> None:
     """Count documents and repeated ones. Packed rows are contiguous, so a document may continue over their borders."""
     borders = numpy.flatnonzero(numpy.isin(ids, list(ends))) + 1
     begin = 0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.trainer_utils import check_target_module_exists
 
-from scu_trainer.hardware.optimizers import keeps_small_steps
+from scu_trainer.hardware.optimizers import preserves_small_updates
 from scu_trainer.models.loading.adapters import active_config
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.models.quantize import is_of_torchao
@@ -169,7 +169,7 @@ def _check_number_formats(job: Job, model: nn.Module) -> Iterator[Finding]:
     trained = [p for p in model.parameters() if p.requires_grad and _is_summable(p)]
     half = sum(p.numel() for p in trained if p.dtype == torch.float16)
     is_plain_step = is_plain_gradient(optimizer_name(job))
-    keeps = keeps_small_steps(optimizer_name(job), job.training.optim_args)
+    keeps = preserves_small_updates(optimizer_name(job), job.training.optim_args)
     if half and (job.training.fp16 or not is_plain_step):
         yield HALF_TRAINED.found(f"{half:,} trained weights are float16", "dtype")
     lost = None if is_plain_step or keeps else _share_of_lost_updates(trained, job.training.learning_rate)

@@ -26,12 +26,12 @@ from scu_trainer.errors import ControlError
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.regularization.distances import Pair, SquaredDistances, exact_squares, read_together
 from scu_trainer.train.regularization.effective import DoraUpdate, low_rank_pairs, other_updates
-from scu_trainer.train.step.recovery.second_try import more_room, second_try
+from scu_trainer.train.step.recovery.second_try import memory_advice, second_try
 
 Tensors = list[torch.Tensor]
 Result = TypeVar("Result")
 
-MORE_ROOM_FOR_S = more_room("tuning: lora, or set scu: false")
+MORE_ROOM_FOR_S = memory_advice("tuning: lora, or set scu: false")
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ class Prior:
     @torch.no_grad()
     def squared_distance(self) -> torch.Tensor:
         """Return ||w - w0||^2 over all trainable weights, a float64 scalar on the CPU (one device synchronization)."""
-        return self.squared_distance_beside(())[0]
+        return self.squared_distance_with(())[0]
 
     @torch.no_grad()
-    def squared_distance_beside(self, others: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
+    def squared_distance_with(self, others: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Tensors]:
         """Return ``squared_distance`` and ``others`` on the CPU, with a single device synchronization."""
         self._move_starts_to_weights()
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from scu_trainer.control import regularization as control
-from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, foresee
+from scu_trainer.control.tracking import BAND, SMALLEST_GAIN, forecast_s
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.settings import RegularizationSettings
 from scu_trainer.train.regularization.penalty import Prior, param_bpt, penalty_coefficient
-from scu_trainer.train.regularization.zero import ZeroPrior, refuse_stage
+from scu_trainer.train.regularization.zero import ZeroPrior, check_zero_stage
 from scu_trainer.train.step.recovery.second_try import second_try
 
 PROBE_DECISION = 2
@@ -180,10 +180,10 @@ class Regularizer:
         measurement, and lambda stays 0.
         """
         self._close_window(items)
-        shrink = control.shrink_of(self.law, self.state, learning_rate)
+        shrink = control.shrink_fraction(self.law, self.state, learning_rate)
         if shrink > 0:
             self.prior.decay(shrink, seed=(self._seed << 32) + step)
-            self.state = control.with_shrink(self.state, shrink)
+            self.state = control.with_applied_shrink(self.state, shrink)
         if step % self._decision_interval and step != self.law.max_steps:
             return None
         measurement = self._measure(step, learning_rate, reduce, processes)
@@ -225,7 +225,7 @@ class Regularizer:
         """
         steps, (losses, counts) = len(self._interval), zip(*self._interval, strict=True)
         counts = [count if torch.is_tensor(count) else torch.tensor(count, dtype=torch.float64) for count in counts]
-        distance, read = self.prior.squared_distance_beside([*losses, *counts])
+        distance, read = self.prior.squared_distance_with([*losses, *counts])
         add = partial(_own_share, read[:steps], read[steps:], distance)
         own = second_try(add, "adding up the losses since the last decision")
         # Under DDP, every rank holds its own share of the loss and the same weights. The sum makes loss and tokens
@@ -311,7 +311,7 @@ class Regularizer:
             return
         # Predict again whenever the number of steps has doubled, because early growth suggests too high an end.
         self.progress.milestone = [measurement.step, y]
-        predicted_s, is_reachable = foresee(
+        predicted_s, is_reachable = forecast_s(
             (int(early_step), early_y), (measurement.step, y), last, self.state.target_s
         )
         if not is_reachable:
@@ -435,6 +435,6 @@ def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
         )
     if trainer.is_deepspeed_enabled:
         stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
-        refuse_stage(stage, settings.resolved_actuator if settings.steers else "none")
+        check_zero_stage(stage, settings.resolved_actuator if settings.steers else "none")
         return ZeroPrior
     return Prior

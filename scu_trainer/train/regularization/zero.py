@@ -48,7 +48,7 @@ class ZeroPrior(Prior):
             weight.copy_(master)
 
 
-def refuse_stage(stage: int, actuator: str) -> None:
+def check_zero_stage(stage: int, actuator: str) -> None:
     """Raise ControlError if weights cannot be regularized under DeepSpeed: ZeRO-3 shards them, and the penalty needs
     gradients that are inside the engine."""
     if not 1 <= stage <= LARGEST_STAGE:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from scu_trainer.errors import DataError
 from scu_trainer.settings import RetentionSettings
 
-IN_PARTS = (
+SHARDED_WEIGHTS_MESSAGE = (
     "retain measures and scales whole weights, but under ZeRO-3 and FSDP no process has them; use ZeRO stage 1 or 2, "
     "or scu-trainer retain RUN after training"
 )
@@ -20,7 +20,9 @@ MOST_PASSES = 4
 nearly as much as new ones (Muennighoff et al. 2023, arXiv:2305.16264)."""
 
 
-def chooser(settings: RetentionSettings, planned_rows: int, has_lambda: bool) -> Callable[[int], tuple[bool, str]]:
+def make_actuator_chooser(
+    settings: RetentionSettings, planned_rows: int, has_lambda: bool
+) -> Callable[[int], tuple[bool, str]]:
     """Return a function from the number of rows that may be trained on to (whether to replay, why).
 
     planned_rows: of the whole training. has_lambda: whether the regularization loop is on and has no other target.

@@ -28,10 +28,10 @@ from scu_trainer.data.text.anchor import Anchor
 from scu_trainer.errors import CheckpointError, ControlError
 from scu_trainer.run_files import write_json
 from scu_trainer.settings import RetentionSettings
-from scu_trainer.settings.stock import seed_of_data
+from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.train.checkpoints.saved_state import read_state, reading
 from scu_trainer.train.loop import Loop, run_folder
-from scu_trainer.train.retention.choice import IN_PARTS
+from scu_trainer.train.retention.choice import SHARDED_WEIGHTS_MESSAGE
 from scu_trainer.train.retention.passages import Passages, extra_bits
 from scu_trainer.train.retention.replay import Replay
 from scu_trainer.train.retention.verdict import Judged, verdict, verdict_lines
@@ -91,7 +91,7 @@ class Retention(Loop):
     def attach(self, trainer: Trainer) -> None:
         super().attach(trainer)
         if is_sharded(trainer):
-            raise ControlError(IN_PARTS)
+            raise ControlError(SHARDED_WEIGHTS_MESSAGE)
         if not self.replays and (trainer.regularizer is None or not trainer.regularizer.steers):
             raise ControlError(
                 f"retain acts through lambda ({self.anchor.reason}), but the regularization loop is not steering; "
@@ -118,7 +118,7 @@ class Retention(Loop):
         self.seconds = self._train_s = self.seconds_at_the_ends = 0.0
         if self.replays:
             place = {"rank": args.process_index, "world": args.world_size}
-            self.replay = Replay(self.anchor.replayed, self._collate, seed_of_data(args), **place)
+            self.replay = Replay(self.anchor.replayed, self._collate, effective_data_seed(args), **place)
 
     def resume_position(self, checkpoint: str, position: tuple[int, int]) -> tuple[int, int]:
         self._resumed_from = Path(checkpoint)
@@ -224,7 +224,7 @@ class Retention(Loop):
         steps = TIMED[1] - TIMED[0] + 1
         step_s = (time.perf_counter() - self._timed_from - (self.seconds - self._measuring_before)) / steps
         done, most_rows = self.trainer.state.global_step, len(self._measured)
-        chosen = [control.cadence(step_s, self._row_s, done, max_steps, most_rows, self.seconds)]
+        chosen = [control.measurement_schedule(step_s, self._row_s, done, max_steps, most_rows, self.seconds)]
         if self.trainer.accelerator.num_processes > 1:
             broadcast_object_list(chosen)
         self._steps_between, self._sample_rows = chosen[0]

@@ -10,7 +10,7 @@ import numpy
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from scu_trainer.data.text.anchor import spread
+from scu_trainer.data.text.anchor import round_robin_rows
 from scu_trainer.figures import NATS_PER_BIT
 from scu_trainer.train.evaluation.scoring import DocumentScores, evaluation_path_of, score_documents
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
@@ -49,7 +49,7 @@ class Passages:
     def __init__(self, rows: Any, trainer: Trainer, collate: Any) -> None:
         self.rows, self._trainer, self._collate = rows, trainer, collate
         self.documents = numpy.asarray(rows["document"])
-        self.order = spread(self.documents)
+        self.order = round_robin_rows(self.documents)
         self._path: Optional[EvaluationPath] = None
 
     def __len__(self) -> int:

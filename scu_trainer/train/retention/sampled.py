@@ -16,12 +16,12 @@ import torch
 from accelerate.utils import align_module_device
 from torch import nn
 
-from scu_trainer.data.store import built_once, digest_of
+from scu_trainer.data.store import build_once, digest_of
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.asking import evaluating
-from scu_trainer.models.loading.adapters import cannot_write
+from scu_trainer.models.loading.adapters import generation_obstacle
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.models.quantize import without_torchao
+from scu_trainer.models.quantize import dequantized_by_torchao
 from scu_trainer.settings.regularization import SAMPLED
 from scu_trainer.train.evaluation.answers import ONE_ANSWER
 
@@ -41,7 +41,7 @@ def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents
     resumed run finds it again. The random state is left unchanged.
     Raises DataError if the tokenizer has no token to begin with, and ModelError if the model cannot write.
     """
-    if obstacle := cannot_write(model):
+    if obstacle := generation_obstacle(model):
         raise ModelError(f"retain: {SAMPLED} lets the model write, but {obstacle}, or give a file of text instead")
     documents, tokens = min(documents, MOST_DOCUMENTS), min(tokens, MOST_TOKENS)
     start_token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -58,7 +58,7 @@ def sampled_text(model: nn.Module, tokenizer: Any, cache_dir: Path, *, documents
         (folder / FILE).write_text(lines, encoding="utf-8")
 
     key = digest_of(_weight_sums(model), documents, tokens, seed, start_token)
-    return built_once(cache_dir / "sampled" / key, write) / FILE
+    return build_once(cache_dir / "sampled" / key, write) / FILE
 
 
 def _weight_sums(model: nn.Module) -> list[list[Any]]:
@@ -73,7 +73,7 @@ def _weight_sums(model: nn.Module) -> list[list[Any]]:
 
 
 def _absolute_sum(weight: nn.Parameter) -> float:
-    return float(without_torchao(weight.detach()).cpu().double().abs().sum())
+    return float(dequantized_by_torchao(weight.detach()).cpu().double().abs().sum())
 
 
 def _sample_texts(

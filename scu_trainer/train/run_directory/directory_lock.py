@@ -13,17 +13,17 @@ from transformers import TrainingArguments
 from scu_trainer.errors import RUN_AGAIN, StorageError, UserError
 from scu_trainer.figures import first_few
 from scu_trainer.settings.base import require, short
-from scu_trainer.train.checkpoints.compatibility import OF_A_MACHINE, changed_settings
-from scu_trainer.train.checkpoints.findings import examine, step_inside
+from scu_trainer.train.checkpoints.compatibility import MACHINE_SETTINGS, changed_settings
+from scu_trainer.train.checkpoints.findings import examine, saved_step
 from scu_trainer.train.checkpoints.format import clear_staging, set_aside
-from scu_trainer.train.checkpoints.selection import damaged, whole_checkpoint
+from scu_trainer.train.checkpoints.selection import error_for_damage, whole_checkpoint
 from scu_trainer.train.checkpoints.writer import is_write_error
 from scu_trainer.train.run_directory.resume import (
     Request,
     Start,
     decide,
-    going_on,
     restarted_since_s,
+    resume_line,
     wanted_checkpoint,
 )
 from scu_trainer.train.run_directory.run_lock import DELETED, RunLock
@@ -89,7 +89,7 @@ class RunDirectoryLock:
         if self.start.checkpoint is None:
             return set_aside(self.start.output_dir, 0)
         checkpoint = Path(str(self.start.checkpoint))  # a named checkpoint may have any name
-        return set_aside(self.start.output_dir, step_inside(checkpoint), checkpoint)
+        return set_aside(self.start.output_dir, saved_step(checkpoint), checkpoint)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -113,11 +113,11 @@ def _validated_start(start: Start, request: Request) -> Start:
     """Return ``start`` with the named or newest checkpoint. Raises CheckpointError if it is not complete."""
     if start.checkpoint is True:
         newest, skipped = whole_checkpoint(request.output_dir, request.weights_only)
-        return Start(request.output_dir, str(newest), going_on(newest, skipped))
+        return Start(request.output_dir, str(newest), resume_line(newest, skipped))
     checkpoint = Path(str(start.checkpoint))
     found = examine(checkpoint, None, request.weights_only)
     if found.damage is not None:
-        raise damaged(checkpoint, found.damage, request.weights_only)
+        raise error_for_damage(checkpoint, found.damage, request.weights_only)
     return start
 
 
@@ -133,7 +133,7 @@ def from_first_rank(decision: Callable[[], T], training: TrainingArguments) -> T
     return outcome[0]
 
 
-def require_alike(found: dict[str, Any], training: TrainingArguments) -> None:
+def require_equal_ranks(found: dict[str, Any], training: TrainingArguments) -> None:
     """Raise SettingsError on all ranks if one has other settings or data in ``found`` than rank 0.
 
     The user types the command on each machine. A rank that differs would train something else, or wait for the others
@@ -144,7 +144,7 @@ def require_alike(found: dict[str, Any], training: TrainingArguments) -> None:
     from accelerate.utils import gather_object
 
     own = json.loads(json.dumps(found, default=str))
-    different = changed_settings(from_first_rank(lambda: own, training), own, OF_A_MACHINE)
+    different = changed_settings(from_first_rank(lambda: own, training), own, MACHINE_SETTINGS)
     rank = training.process_index
     differences = gather_object(
         [f"{name}: {short(now)} on rank {rank}, {short(first)} on rank 0" for name, (first, now) in different.items()]

@@ -11,7 +11,7 @@ from typing import Any, Optional
 from transformers import TrainerCallback
 
 from scu_trainer.run_files import History
-from scu_trainer.train.loop import opened
+from scu_trainer.train.loop import open_history
 
 LOG_FILE = "log_history.json"
 
@@ -28,7 +28,7 @@ class LogHistoryCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            self.history = opened(args.output_dir, LOG_FILE, state.global_step, begins=state.global_step == 0)
+            self.history = open_history(args.output_dir, LOG_FILE, state.global_step, begins=state.global_step == 0)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step >= state.max_steps and args.logging_strategy != "no":

@@ -17,10 +17,10 @@ from typing import Any, Optional
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError
-from scu_trainer.figures import first_few, shown
-from scu_trainer.train.checkpoints.compatibility import SPLIT, changed_settings, changes, sound
+from scu_trainer.figures import first_few, format_setting
+from scu_trainer.train.checkpoints.compatibility import SPLIT, changed_settings, changes, valid_facts
 from scu_trainer.train.checkpoints.format import checkpoints
-from scu_trainer.train.checkpoints.selection import content_of, newest_checkpoint
+from scu_trainer.train.checkpoints.selection import json_content, newest_checkpoint
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
 from scu_trainer.train.run_directory.run_lock import holds_nothing
 from scu_trainer.train.step.distributed.deepspeed_rules import needed_launch
@@ -188,7 +188,7 @@ def _default_start(run: Path, request: Request) -> Start:
 
 
 def _difference_line(run: Path, changed: dict[str, tuple[Any, Any]], request: Request) -> str:
-    differ = (f"{name} {shown(before)}, now {shown(now)}" for name, (before, now) in changed.items())
+    differ = (f"{name} {format_setting(before)}, now {format_setting(now)}" for name, (before, now) in changed.items())
     named = first_few(differ, between="; ")
     what = f"another configuration ({named})" if changed else "an unknown configuration"
     return f"{run} holds an unfinished run of {what}; {_how_to_resume(run, request)}"
@@ -225,7 +225,7 @@ def _explicit_start(request: Request) -> Start:
     if _is_of_this_launch(run, request) and _has_resumed_from(run, request.wanted):
         newest, _ = newest_checkpoint(run, request.world_size, request.weights_only)
         if newest is not None:
-            return Start(run, str(newest), f"{RESTARTED}: {going_on(newest)}")
+            return Start(run, str(newest), f"{RESTARTED}: {resume_line(newest)}")
     elif not own and (_is_finished(run) or _changed_configuration(run, request) != {}):
         return replace(_new_start(request.output_dir), checkpoint=request.wanted)
     return Start(run, request.wanted)
@@ -258,7 +258,7 @@ def _resumed_start(run: Path, request: Request) -> Start:
     if newest is None:
         line = f"{run} holds a run without a usable checkpoint; it starts over there"
         return Start(run, line=line + _hint_at_earlier_run(run, request))
-    return Start(run, str(newest), going_on(newest, skipped))
+    return Start(run, str(newest), resume_line(newest, skipped))
 
 
 def _hint_at_earlier_run(run: Path, request: Request) -> str:
@@ -272,7 +272,7 @@ def _hint_at_earlier_run(run: Path, request: Request) -> str:
     return ""
 
 
-def going_on(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
+def resume_line(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
     """Return the line that tells the user which checkpoint is used."""
     return f"resuming from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
@@ -323,11 +323,11 @@ def _runs_of(output_dir: Path) -> list[Path]:
 
 
 def _status(run: Path) -> dict[str, Any]:
-    return content_of(run / "run.json")
+    return json_content(run / "run.json")
 
 
 def _description(run: Path) -> dict[str, Any]:
-    return sound(content_of(run / "training_config.json"))
+    return valid_facts(json_content(run / "training_config.json"))
 
 
 def _is_finished(run: Path) -> bool:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.errors import StorageError
-from scu_trainer.run_files import make_room
+from scu_trainer.run_files import free_space_hint
 
 LOCK_FILE = "_run.lock"
 """The stock Trainer's uploads skip ``_*``: an upload reads the file, and closing it would release the lock."""
 
 DELETED = "was deleted while it was being written"
 
-LAID_READY = {"run.json", "background"}
+BACKGROUND_FILES = {"run.json", "background"}
 """What a background run writes while it waits. A run that has begun also has a training_config.json."""
 
 
@@ -53,7 +53,7 @@ class RunLock:
         except OSError as error:  # the system's message does not name the file
             self.release()
             raise StorageError(
-                f"{run / LOCK_FILE} cannot be written ({error.strerror}); {make_room()} or set another output_dir"
+                f"{run / LOCK_FILE} cannot be written ({error.strerror}); {free_space_hint()} or set another output_dir"
             ) from error
 
     def lost(self) -> Optional[str]:
@@ -92,7 +92,7 @@ def holds_nothing(run: Path) -> bool:
     """Return whether a folder is empty, except for the lock of a start that wrote nothing, or is prepared for a
     background run."""
     names = {path.name for path in run.iterdir()} - {LOCK_FILE} if run.is_dir() else {"not a folder"}
-    return not names or ("background" in names and names <= LAID_READY)
+    return not names or ("background" in names and names <= BACKGROUND_FILES)
 
 
 def _try_lock(descriptor: int) -> bool:

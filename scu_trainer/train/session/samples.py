@@ -13,10 +13,10 @@ from typing import Any, Optional
 from torch import nn
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.models.asking import evaluating
-from scu_trainer.models.loading.adapters import cannot_write
-from scu_trainer.train.evaluation.answers import Prompt, answered, prompts_of, stop_tokens
+from scu_trainer.models.loading.adapters import generation_obstacle
+from scu_trainer.train.evaluation.answers import Prompt, answered, spread_prompts, stop_tokens
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.step.distributed.sharded import is_sharded, training_precision
 from scu_trainer.train.step.recovery.memory import free_memory
@@ -40,7 +40,7 @@ class Samples(Loop):
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], tokenizer: Any, count: int, max_new_tokens: int) -> None:
         self.tokenizer, self.max_new_tokens = tokenizer, max_new_tokens
-        self.prompts = prompts_of(rows, count, LONGEST_PROMPT_TOKENS)
+        self.prompts = spread_prompts(rows, count, LONGEST_PROMPT_TOKENS)
         self.notices: list[str] = []
         self._answered_at_step: Optional[int] = None
         self._answer_count = 0
@@ -51,7 +51,9 @@ class Samples(Loop):
         return [f"samples: none are made, because {obstacle}"] if (obstacle := self._obstacle()) else []
 
     def _obstacle(self) -> Optional[str]:
-        return "no process has the whole weights" if is_sharded(self.trainer) else cannot_write(self.trainer.model)
+        return (
+            "no process has the whole weights" if is_sharded(self.trainer) else generation_obstacle(self.trainer.model)
+        )
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._answered_at_step, self._answer_count = None, 0
@@ -73,7 +75,7 @@ class Samples(Loop):
     def lines(self, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         if not self._answer_count:
             return []
-        prompts = counted(len(self.prompts), "held-out prompt")
+        prompts = count_text(len(self.prompts), "held-out prompt")
         return [("samples", f"{prompts} answered: {SAMPLES_FILE}, and in the report")]
 
     def _answer_all(self, step: int) -> None:

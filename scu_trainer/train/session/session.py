@@ -19,20 +19,20 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from scu_trainer.errors import RUN_AGAIN, Stopped, StorageError
-from scu_trainer.models.loading.adapters import active_config, takes_from_base
+from scu_trainer.models.loading.adapters import active_config, changes_base_weights
 from scu_trainer.models.loading.safety import refuse_pickle
 from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
 from scu_trainer.safe_paths import require_own_folder
-from scu_trainer.settings.base import check_values, plain
-from scu_trainer.settings.safety import steps_between_saves
-from scu_trainer.settings.stock import ALLOWED, LEFT_TO_PREFLIGHT, seed_of_data
+from scu_trainer.settings.base import as_typed, check_values
+from scu_trainer.settings.safety import default_save_steps
+from scu_trainer.settings.stock import ALLOWED, CHECKED_BY_PREFLIGHT, effective_data_seed
 from scu_trainer.train.checkpoints.compatibility import check_compatibility, digest_of_weights
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
-from scu_trainer.train.memory_estimate.record import prediction
+from scu_trainer.train.memory_estimate.record import predict_run
 from scu_trainer.train.preflight import Finding, before_loading, before_training, report
 from scu_trainer.train.preflight.length import interval
-from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, from_first_rank, require_alike
+from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock, from_first_rank, require_equal_ranks
 from scu_trainer.train.run_directory.layout import git_commit, hardware, versions
 from scu_trainer.train.run_directory.logs import RunLog, run_log
 from scu_trainer.train.run_directory.resume import ASKED_FOR, START_NUMBER, Start, next_start_number
@@ -40,7 +40,7 @@ from scu_trainer.train.session.building import build_trainer
 from scu_trainer.train.session.stopping import StopRequest
 from scu_trainer.train.session.training import train
 from scu_trainer.train.step.distributed.deepspeed_rules import check_checkpoint
-from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched, lost_ranks_said
+from scu_trainer.train.step.distributed.launched import end_with_launcher, is_launched, lost_ranks_reported
 
 logger = logging.getLogger("scu_trainer")
 
@@ -76,7 +76,7 @@ def look_only(job: Job) -> None:
     _run_preflight(job, parts, early, Path(job.training.output_dir), console)
 
 
-@lost_ranks_said()
+@lost_ranks_reported()
 def _check_before_loading(job: Job, console: Console) -> list[Finding]:
     """Check everything that can be refused, or found by preflight, before anything is loaded."""
     job.check()
@@ -88,26 +88,26 @@ def _check_before_loading(job: Job, console: Console) -> list[Finding]:
     # First, because settings decide which collective calls the ranks make. A scaled fp16 gradient cannot be averaged
     # with others.
     scaled = {"fp16 (mixed_precision: fp16 or no settles it)": job.training.fp16}
-    require_alike({**job.as_dict(), **scaled}, job.training)
+    require_equal_ranks({**job.as_dict(), **scaled}, job.training)
     early = [] if job.safety.preflight == "off" else from_first_rank(lambda: before_loading(job), job.training)
     if any(finding.level == "error" for finding in early) and job.safety.preflight == "stop":
         report(early, console, "stop")
-    check_values(type(job.training), vars(job.training), {**ALLOWED, **LEFT_TO_PREFLIGHT})
+    check_values(type(job.training), vars(job.training), {**ALLOWED, **CHECKED_BY_PREFLIGHT})
     return early
 
 
-@lost_ranks_said()
+@lost_ranks_reported()
 def _load(job: Job, console: Console) -> TrainingComponents:
     """Load data and model. The length of the run, now known, also decides how often it saves, unless that was set."""
     parts, training = job.kind.load(job, console), job.training
     rows = {"training rows": parts.data.train, "held-out rows": parts.data.eval}
-    require_alike({name: len(data) if has_length(data) else None for name, data in rows.items()}, training)
+    require_equal_ranks({name: len(data) if has_length(data) else None for name, data in rows.items()}, training)
     if has_length(parts.data.train):
         job.check_rows(len(parts.data.train))
     if job.saves_by_length:
         train = parts.data.train
         steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
-        training.save_steps = steps_between_saves(steps)
+        training.save_steps = default_save_steps(steps)
     return parts
 
 
@@ -128,7 +128,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
     early = _check_before_loading(job, console)
     configuration = job.as_dict()  # as the user gave it: loading changes some of it
     own = configuration if job.safety.resume else None
-    with lost_ranks_said(), RunDirectoryLock(job.training, own, job.safety.weights_only) as lock:
+    with lost_ranks_reported(), RunDirectoryLock(job.training, own, job.safety.weights_only) as lock:
         start = lock.start
         if start.line:
             console.print(start.line, soft_wrap=True)
@@ -141,16 +141,16 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         description["preflight"] = [finding.as_dict() for finding in findings]
         _check_checkpoint(job, start, description, console)
         job.training.output_dir = str(start.output_dir)
-        taken_over = TakenOver(lambda: _take_over(job, description, lock, console))
+        taken_over = TakeOverCallback(lambda: _take_over(job, description, lock, console))
         request = StopRequest(job.safety.grace_period_s, is_launched())
-        # lost_ranks_said is entered here too, because run.json records the error from inside.
+        # lost_ranks_reported is entered here too, because run.json records the error from inside.
         with (
             _run_directory(job, start, taken_over, log) as status,
             patch_environment(TENSORBOARD_LOGGING_DIR=f"{start.output_dir}/logs/tensorboard"),
             request.listening(),
-            lost_ranks_said(),
+            lost_ranks_reported(),
         ):
-            foreseen = prediction(job, parts)
+            foreseen = predict_run(job, parts)
             if job.efficiency.predict_memory:
                 console.print(foreseen.line, soft_wrap=True)
             trainer = build_trainer(job, parts, status, console)
@@ -186,7 +186,7 @@ def _kept_intervals(checkpoint: Path, training: TrainingArguments) -> Iterator[s
     for event in ("save", "eval", "logging"):
         name, before = f"{event}_steps", state.get(f"{event}_steps")
         requested = getattr(training, name)
-        if plain(getattr(training, f"{event}_strategy")) != "steps" or not before or requested is None:
+        if as_typed(getattr(training, f"{event}_strategy")) != "steps" or not before or requested is None:
             continue
         now = interval(requested, state.get("max_steps") or 0)
         if now != before:
@@ -196,7 +196,7 @@ def _kept_intervals(checkpoint: Path, training: TrainingArguments) -> Iterator[s
 # -- the run directory -------------------------------------------------------------------------------------------------
 
 
-class TakenOver(TrainerCallback):
+class TakeOverCallback(TrainerCallback):
     """Does what a resumed run cannot undo, once its checkpoint has been read.
 
     If the resume is refused before that, for example because of other data, the run directory stays as it was, and its
@@ -207,9 +207,9 @@ class TakenOver(TrainerCallback):
         self._take_over: Optional[Callable[[], None]] = take_over
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.at_once()
+        self.take_over_now()
 
-    def at_once(self) -> None:
+    def take_over_now(self) -> None:
         take_over, self._take_over = self._take_over, None
         if take_over is not None:
             take_over()
@@ -225,7 +225,7 @@ def _take_over(job: Job, description: dict[str, Any], lock: RunDirectoryLock, co
 
 
 @contextlib.contextmanager
-def _run_directory(job: Job, start: Start, taken_over: TakenOver, log: RunLog) -> Iterator[Optional[RunStatus]]:
+def _run_directory(job: Job, start: Start, taken_over: TakeOverCallback, log: RunLog) -> Iterator[Optional[RunStatus]]:
     """Create the run directory and describe the run in it; however the run ends, leave its status correct. Yields None
     on all ranks but the first."""
     output_dir = Path(job.training.output_dir)
@@ -238,7 +238,7 @@ def _run_directory(job: Job, start: Start, taken_over: TakenOver, log: RunLog) -
     log.open(output_dir)
     try:
         if start.checkpoint is None or not (output_dir / "training_config.json").exists():
-            taken_over.at_once()
+            taken_over.take_over_now()
         yield status
         status.update(status="finished", eta_s=0.0)
     except Stopped:
@@ -268,7 +268,7 @@ def _description(job: Job, parts: TrainingComponents, configuration: dict[str, A
         "versions": versions(),
         "git_commit": git_commit(),
         "seed": job.training.seed,
-        "split_seed": seed_of_data(job.training),
+        "split_seed": effective_data_seed(job.training),
         "world_size": job.training.world_size,
         "data": {"fingerprint": parts.data.fingerprint, **parts.data.statistics.as_dict()},
         "weights": _digests_of_fixed_weights(parts),
@@ -284,7 +284,7 @@ def _digests_of_fixed_weights(parts: TrainingComponents) -> dict[str, Optional[s
     number of threads.
     """
     adapter = active_config(parts.model)
-    excluded = ".base_layer." if takes_from_base(adapter) else None
+    excluded = ".base_layer." if changes_base_weights(adapter) else None
     base = [
         weight
         for name, weight in parts.model.named_parameters()

@@ -21,7 +21,7 @@ import psutil
 from transformers import TrainerCallback
 
 from scu_trainer.errors import RUN_AGAIN
-from scu_trainer.stop_signals import HANGUP, listening, outlives_terminal
+from scu_trainer.stop_signals import HANGUP, outlives_terminal, stop_signals_to
 
 logger = logging.getLogger("scu_trainer")
 
@@ -70,7 +70,7 @@ class StopRequest:
             yield self
             return
         try:
-            with listening(self.receive, self.closed):
+            with stop_signals_to(self.receive, self.closed):
                 yield self
         finally:
             self.calm()

@@ -12,8 +12,8 @@ from rich.box import SQUARE
 from rich.console import Console
 from rich.table import Table
 
-from scu_trainer.figures import before_and_after, best_on_the_way, scored_on
-from scu_trainer.safe_paths import no_option
+from scu_trainer.figures import before_and_after, best_evaluation, held_out_size
+from scu_trainer.safe_paths import safe_argument
 from scu_trainer.train.evaluation.by_source import scores_by_source
 from scu_trainer.train.evaluation.scoring import (
     DocumentScores,
@@ -104,13 +104,13 @@ def print_table(
     table.add_column("value", overflow="fold")
     best = _best_line(figures) if figures["held_out_documents"] else []
     off = [] if "regularization" in figures else [("SCU", "off")]
-    for name, value in [*best, ("held out", scored_on(figures)), *off, *of_loops]:
+    for name, value in [*best, ("held out", held_out_size(figures)), *off, *of_loops]:
         table.add_row(name, value)
     table.add_row("files", str(output_dir))
     console.print(table)
     is_scored = figures["has_base"] and not figures["has_new_tokens"]  # eval compares only models with the same tokens
     against = " --against base" if is_scored else ""
-    folder = shlex.quote(no_option(output_dir))
+    folder = shlex.quote(safe_argument(output_dir))
     console.print(f"next: scu-trainer eval {folder}{against}", soft_wrap=True)
     if figures["has_base"]:  # the model generates text
         console.print(f"      scu-trainer chat {folder} --against base", soft_wrap=True)
@@ -140,4 +140,4 @@ def _best_line(figures: dict[str, Any]) -> list[tuple[str, str]]:
         if accuracy
         else best["bpt"] < figures["held_out_bpt_after"]["value"] - 1e-4
     )
-    return [("best during training", str(best_on_the_way(figures)))] if is_better else []
+    return [("best during training", str(best_evaluation(figures)))] if is_better else []

@@ -13,9 +13,9 @@ from transformers.trainer_utils import TrainOutput
 from scu_trainer.errors import OutOfMemory, Stopped, StorageError
 from scu_trainer.models.kernels import kernel_line
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.run_files import RunStatus, give_usual_mode, write_json
+from scu_trainer.run_files import RunStatus, apply_umask, write_json
 from scu_trainer.settings.tasks import TEXT
-from scu_trainer.train.checkpoints.writer import written_or_refused
+from scu_trainer.train.checkpoints.writer import write_errors_raised
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, is_main_process
@@ -24,8 +24,8 @@ from scu_trainer.train.run_directory.resume import AUTO, Start, wanted_checkpoin
 from scu_trainer.train.session.stopping import StopCallback, StopRequest
 from scu_trainer.train.session.summary import best_held_out, held_out_by_source, held_out_figures, print_table
 from scu_trainer.train.step.costs import StepTimes, above_baseline, cost_figures, step_peaks
-from scu_trainer.train.step.distributed.deepspeed_start import builds_are_said
-from scu_trainer.train.step.distributed.sharded import Beforehand, is_sharded, save_whole, training_precision
+from scu_trainer.train.step.distributed.deepspeed_start import builds_reported
+from scu_trainer.train.step.distributed.sharded import BeforeFirstStep, is_sharded, save_whole, training_precision
 from scu_trainer.train.trainer import SCUTrainer
 
 BEFORE = "held_out_before"
@@ -47,7 +47,7 @@ def train(
     stop = _add_stop_callback(trainer, request, status)
     for watcher in (times, peaks):
         trainer.add_callback(watcher)
-    before = Beforehand(trainer, lambda: _score_before(job, trainer, parts, console))
+    before = BeforeFirstStep(trainer, lambda: _score_before(job, trainer, parts, console))
     outcome = _run_training(trainer, start, console)
     is_stream_read = job.data.streaming and trainer.state.global_step > trainer._initial_global_step
     for line in _stream_lines(job, parts) if is_stream_read else ():
@@ -91,7 +91,7 @@ def _stream_lines(job: Job, parts: TrainingComponents) -> list[str]:
 def _run_training(trainer: SCUTrainer, start: Start, console: Console) -> TrainOutput:
     said = contextlib.nullcontext()
     if trainer.is_deepspeed_enabled:
-        said = builds_are_said(lambda line: console.print(line, soft_wrap=True))
+        said = builds_reported(lambda line: console.print(line, soft_wrap=True))
     try:
         with said:
             return trainer.train(resume_from_checkpoint=start.checkpoint)
@@ -105,11 +105,11 @@ def _save(trainer: SCUTrainer, output_dir: Path) -> None:
     go into the model card."""
     trainer.before_save()
     save_whole(trainer)
-    with written_or_refused("the trained model"):
+    with write_errors_raised("the trained model"):
         trainer.save_model(_internal_call=True)
         trainer.save_state()
     if is_main_process():
-        give_usual_mode(output_dir.iterdir())
+        apply_umask(output_dir.iterdir())
 
 
 def _add_stream_statistics(trainer: SCUTrainer, parts: TrainingComponents, output_dir: Path) -> None:

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from scu_trainer.train.step.batches.rows import are_on_host
-from scu_trainer.train.step.needless import asked_once, casts_left_out
-from scu_trainer.train.step.recovery.loader_workers import loading_again
-from scu_trainer.train.step.recovery.second_try import last_word, second_try
+from scu_trainer.train.step.needless import availability_checks_cached, redundant_casts_skipped
+from scu_trainer.train.step.recovery.loader_workers import loader_with_retries
+from scu_trainer.train.step.recovery.second_try import out_of_memory_reported, second_try
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 
@@ -98,7 +98,7 @@ class MicroBatchEngine(StockEngine):
             return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
     def loading(self, loader: DataLoader) -> DataLoader:
-        return loader if self.prediction is None else loading_again(loader)
+        return loader if self.prediction is None else loader_with_retries(loader)
 
     def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
         """Predict with its own micro-batch sizes, in the same way as training."""
@@ -111,7 +111,7 @@ class MicroBatchEngine(StockEngine):
     def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Keep batches on the host, where lengths are read without a wait; micro-batches are moved to the device."""
         on_host = replaced(loader, "device", None) if isinstance(loader, DataLoaderShard) else contextlib.nullcontext()
-        with asked_once(), casts_left_out(), on_host:
+        with availability_checks_cached(), redundant_casts_skipped(), on_host:
             run()
 
     def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
@@ -140,4 +140,4 @@ class MicroBatchEngine(StockEngine):
 
     def doing(self, what: Callable[[], str]) -> AbstractContextManager:
         """Report an out-of-memory error that could not be recovered from in one line."""
-        return contextlib.nullcontext() if self.prediction is None else last_word(what)
+        return contextlib.nullcontext() if self.prediction is None else out_of_memory_reported(what)

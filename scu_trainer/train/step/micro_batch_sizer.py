@@ -60,7 +60,7 @@ def has_own_memory(device: str) -> bool:
     return device not in BUSY_TOKENS
 
 
-def grows(device: torch.device, weights: Iterable[torch.Tensor]) -> bool:
+def may_grow(device: torch.device, weights: Iterable[torch.Tensor]) -> bool:
     """Return whether micro-batches may grow beyond the batch that the user asked for.
 
     Not if ``device_map`` spreads layers over several GPUs, because the memory of only one is read, and not on an
@@ -120,7 +120,7 @@ class MicroBatchSizer:
     def __init__(self, settings: MemorySettings, gauge: Optional[Gauge], device: torch.device) -> None:
         self.settings = settings
         self.gauge = gauge
-        self.law = law_of(settings)
+        self.law = sizer_config_of(settings)
         self.first_cap_tokens: Optional[int] = None
         self.reset()
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
@@ -138,7 +138,7 @@ class MicroBatchSizer:
         self._limit_name = ""
         self.gradient_bytes = self._growth_bytes = 0
         self._peak_fraction = 0.0
-        self._attempts = self._planned = self.failed_here = 0
+        self._attempts = self._planned = self.local_failures = 0
         self._last_reading: Optional[MemoryReading] = None
         self._rests = self._measures = False
 
@@ -162,7 +162,7 @@ class MicroBatchSizer:
 
         keep_step: the reduction with which ranks agree, if all must run the same number of micro-batches.
         """
-        self._window, self.step, self._attempts, self.failed_here = window, step, 0, 0
+        self._window, self.step, self._attempts, self.local_failures = window, step, 0, 0
         self.has_length = window.has_length
         self._retried.clear()
         self._processed_tokens.clear()
@@ -409,7 +409,7 @@ class MicroBatchSizer:
         """
         cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if cost.fitted:
-            return cost.is_news(*shape) and any(map(operator.gt, shape, self._measured_up_to))
+            return cost.is_worth_measuring(*shape) and any(map(operator.gt, shape, self._measured_up_to))
         return self.grows and self._planned > 1 and self._window.is_uneven
 
     def after(self, micro_batch: MicroBatch) -> None:
@@ -456,7 +456,7 @@ class MicroBatchSizer:
             self._rests = False
             self._set_baseline(reading)
         self.statistics.out_of_memory += 1
-        self.failed_here += 1
+        self.local_failures += 1
         self._learning_until = self.statistics.windows + LEARNING_WINDOWS
         self.statistics.failed_tokens += micro_batch.tokens
         if not self._window.can_pool and micro_batch not in self._retried:
@@ -589,7 +589,7 @@ class MicroBatchSizer:
         self._window = None
 
 
-def law_of(settings: MemorySettings) -> control.SizerConfig:
+def sizer_config_of(settings: MemorySettings) -> control.SizerConfig:
     """Return the settings in the form that the controller's arithmetic uses."""
 
     def in_bytes(gib: Optional[float]) -> Optional[int]:

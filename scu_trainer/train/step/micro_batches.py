@@ -20,14 +20,14 @@ import torch
 from transformers import Trainer
 
 from scu_trainer.errors import ControlError, OutOfMemory
-from scu_trainer.figures import counted
+from scu_trainer.figures import count_text
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.loss.analysis.added_means import batches_added, in_words
+from scu_trainer.train.loss.analysis.added_means import added_means_warning, batches_added
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, WRITES
-from scu_trainer.train.loss.analysis.own_step import CallCounters, has_own_hook, name_of
+from scu_trainer.train.loss.analysis.own_step import CallCounters, has_user_hook, name_of
 from scu_trainer.train.loss.analysis.trials import is_batch_norm
-from scu_trainer.train.loss.rows.model_loss import counting, learns_prompts, wants_few_sizes
+from scu_trainer.train.loss.rows.model_loss import changing_objects_of, learns_prompts, wants_few_sizes
 from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
@@ -37,8 +37,8 @@ from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launchers import ranks_for
 from scu_trainer.train.step.distributed.ranks import Ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
-from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens, grows
-from scu_trainer.train.step.needless import needless_train_left_out
+from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens, may_grow
+from scu_trainer.train.step.needless import redundant_train_call_skipped
 from scu_trainer.train.step.recovery.memory import Gauge, free_memory
 from scu_trainer.train.step.recovery.memory_limit import limited_gauge
 from scu_trainer.train.step.recovery.optimizer_guard import OptimizerGuard
@@ -71,7 +71,7 @@ class MicroBatchStep:
         self._token_cap = settings.token_cap if isinstance(settings.token_cap, int) else None
         self._logical_rows: Optional[int] = None
         if settings.batch_mode == "logical":
-            self._logical_rows = settings.most_logical_rows(trainer.args.per_device_train_batch_size)
+            self._logical_rows = settings.largest_logical_batch(trainer.args.per_device_train_batch_size)
         self.reset()
         self._prefetched: Sequence[Any] = ()
         self._losses: deque[torch.Tensor] = deque()
@@ -97,7 +97,7 @@ class MicroBatchStep:
         self._has_batch_norm = any(map(is_batch_norm, model.modules()))
         self._pad_token_id = _pad_token_id(self.trainer)
         parameters = self._trained_parameters()
-        counts = counting(self.trainer)
+        counts = changing_objects_of(self.trainer)
         self._place = steps.AttemptSite(
             self.trainer.args.device,
             # shared, so that a step walks through the model only once
@@ -110,7 +110,7 @@ class MicroBatchStep:
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         self._wants_few_sizes = wants_few_sizes(self.trainer)
         self.loop.busy_tokens = busy_tokens(self.trainer.args.device.type, self._wants_few_sizes)
-        self.loop.grows = grows(self.trainer.args.device, model.parameters())
+        self.loop.grows = may_grow(self.trainer.args.device, model.parameters())
         self.prefetched(())
         if self.settings.memory_control and self.ranks.recoverable and not self.trainer.is_deepspeed_enabled:
             self._guard_optimizer(model)
@@ -135,7 +135,7 @@ class MicroBatchStep:
         """Update the trained parameters, which may change during training (gradual unfreezing). Raises ControlError if
         they change with several processes or DeepSpeed."""
         parameters = self._trained_parameters()
-        self.analysis.own_step.look_for_hooks(parameters)
+        self.analysis.own_step.find_hooks(parameters)
         is_prefetched = self._place.parameters
         if len(parameters) == len(is_prefetched) and all(map(operator.is_, parameters, is_prefetched)):
             return
@@ -165,7 +165,7 @@ class MicroBatchStep:
         self.loop.forget_window()
         logical = self.loop.logical
         if logical is not None and logical.kept_rows:
-            logger.warning("not trained on: %s that the loader delivered", counted(logical.kept_rows, "row"))
+            logger.warning("not trained on: %s that the loader delivered", count_text(logical.kept_rows, "row"))
         if self._guard is not None:
             self._guard.detach()
             self._guard = None
@@ -256,7 +256,7 @@ class MicroBatchStep:
                     self.analysis.own_step.unwritten(self._stop_unrepeatable, writes),
                     self._as_planned(micro_batch),
                     self.analysis.watched(inputs, num_items, self.parameters),
-                    needless_train_left_out(model, modules),
+                    redundant_train_call_skipped(model, modules),
                 ):
                     loss = self.trainer.stock_training_step(model, inputs, num_items)
             return loss if share == 1.0 else loss * share
@@ -309,10 +309,10 @@ class MicroBatchStep:
     def _stop_all_if_one_failed(self, failure: Optional[OutOfMemory]) -> None:
         """Stop all ranks if one cannot continue, before any of them waits for its gradients; otherwise share how often
         each rank recovered."""
-        failed_here, stopped = self.loop.failed_here, self.ranks.rank + 1 if failure is not None else 0
-        own = [failed_here if rank == self.ranks.rank else 0 for rank in range(self.ranks.world_size)]
+        local_failures, stopped = self.loop.local_failures, self.ranks.rank + 1 if failure is not None else 0
+        own = [local_failures if rank == self.ranks.rank else 0 for rank in range(self.ranks.world_size)]
         failed_rank, *everywhere = self.ranks.all_reduce_max([stopped, *own])
-        self.loop.statistics.out_of_memory += sum(everywhere) - failed_here
+        self.loop.statistics.out_of_memory += sum(everywhere) - local_failures
         if failure is not None:
             raise failure
         if failed_rank:
@@ -354,7 +354,7 @@ class MicroBatchStep:
         obstacle = self._obstacle_to_padding_free(window)
         if obstacle is None:
             inputs = functools.partial(placed, window.batches[0].inputs, self._place.device)
-            return window.is_uneven and path.goes_padding_free(inputs, window.longest_row)
+            return window.is_uneven and path.can_run_padding_free(inputs, window.longest_row)
         if is_required:
             self._warn_once("padding_free: true, but rows of this step keep their padding: %s", obstacle)
         return False
@@ -364,7 +364,7 @@ class MicroBatchStep:
             return "the loss is not a sum over rows"
         if self.reduction.reads_padding:
             return self.reduction.reads_padding
-        if any(set(self.trainer.loss_path.for_model(batch.inputs)) != NEEDED for batch in window.batches):
+        if any(set(self.trainer.loss_path.inputs_for_model(batch.inputs)) != NEEDED for batch in window.batches):
             return f"a batch does not hold exactly {', '.join(sorted(NEEDED))}"
         if not all(batch.is_padded_right for batch in window.batches):
             return "rows have padding on the left, or learn their padding"
@@ -415,7 +415,7 @@ class MicroBatchStep:
             self._warn_once(
                 "padding is kept, because this model's loss depends on it (%s)", self.reduction.reads_padding
             )
-        hooked = next(filter(has_own_hook, self.parameters), None)
+        hooked = next(filter(has_user_hook, self.parameters), None)
         if hooked is not None and self.reduction.is_exact:
             self._warn_once(
                 "a hook on %s gets the gradient of each micro-batch, while the stock loop passes it the gradient "
@@ -424,7 +424,7 @@ class MicroBatchStep:
                 name_of(hooked, self.trainer.model),
             )
         if self.means_added(num_items) > 1:
-            self._warn_once("%s", in_words(self.trainer, num_items, self.analysis.ranks_added))
+            self._warn_once("%s", added_means_warning(self.trainer, num_items, self.analysis.ranks_added))
 
     def _warn_once(self, text: str, *values: Any) -> None:
         """Warn, unless the same warning was logged before: later findings about the loss may repeat it."""

@@ -28,7 +28,7 @@ ASKED = ((of_accelerate, "is_lomo_available"), (of_transformers, "is_sagemaker_m
 
 
 @contextlib.contextmanager
-def asked_once() -> Iterator[None]:
+def availability_checks_cached() -> Iterator[None]:
     """Inside, each function in ASKED is called only once."""
     with contextlib.ExitStack() as stack:
         for module, name in ASKED:
@@ -38,7 +38,7 @@ def asked_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def casts_left_out() -> Iterator[None]:
+def redundant_casts_skipped() -> Iterator[None]:
     """Inside, LoRA layers do not cast inputs that already have the autocast type, as in the 4-bit layers of peft.
 
     They still cast before dropout (which would draw other values), for DoRA and similar variants (which use the inputs
@@ -71,7 +71,7 @@ def _is_plain_lora(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def needless_train_left_out(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
+def redundant_train_call_skipped(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Inside, the first ``model.train()`` returns at once if it would change nothing.
 
     That is the case if all of ``modules`` (those of ``model``) are in training mode by then and none overrides

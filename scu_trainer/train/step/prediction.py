@@ -17,19 +17,19 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_pt_utils import nested_concat
 
-from scu_trainer.data.random_states import put_back
+from scu_trainer.data.random_states import restore_rng_states
 from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.measuring import training_loss
-from scu_trainer.train.loss.rows.model_loss import counting_owner, defined_between, rewarding
+from scu_trainer.train.loss.rows.model_loss import defined_between, reward_objects_of, trainer_that_counts
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.distributed.sharded import needs_all_ranks
-from scu_trainer.train.step.recovery.halving import Halving, Together
+from scu_trainer.train.step.recovery.halving import AllRowsAtOnce, Halving
 from scu_trainer.train.step.recovery.memory import free_memory
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory, is_out_of_memory_in_loader
 from scu_trainer.train.step.recovery.second_try import second_try
-from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, put_back_attributes, replaced
+from scu_trainer.train.step.recovery.snapshot import generators, plain_attributes, replaced, restore_attributes
 
 logger = logging.getLogger("scu_trainer")
 
@@ -58,7 +58,7 @@ class Prediction:
         predict = partial(self._predicted, predict)
         batch = rows_of(self.trainer.model, inputs)
         if needs_all_ranks(self.trainer):
-            return Together().run(batch.rows, lambda _: predict(inputs))[0][1]
+            return AllRowsAtOnce().run(batch.rows, lambda _: predict(inputs))[0][1]
         is_whole = batch.obstacle is not None or batch.rows == 0
         if is_whole and not self._prepares_as_stock:  # preparing may generate and compute rewards, so do it only once
             return self._whole(batch, inputs, predict)
@@ -89,11 +89,11 @@ class Prediction:
         """Return a function that restores the random states and counts of this moment."""
         trainer = self.trainer
         drawn = generators([trainer.args.device])
-        counted = plain_attributes(rewarding(trainer), counting_owner(trainer))
+        counted = plain_attributes(reward_objects_of(trainer), trainer_that_counts(trainer))
 
         def restore() -> None:
-            put_back(drawn)
-            put_back_attributes(counted)
+            restore_rng_states(drawn)
+            restore_attributes(counted)
 
         return restore
 
@@ -146,7 +146,7 @@ class Prediction:
         obstacle = layout_for(trainer.model, batch.inputs).obstacle
         if obstacle is not None:
             return obstacle
-        if counting_owner(trainer) is None:
+        if trainer_that_counts(trainer) is None:
             return None
         if trainer.accelerator.num_processes > 1:
             return exchange_in(trainer)

@@ -23,24 +23,24 @@ from scu_trainer.train.step.costs import bytes_before_model
 from scu_trainer.train.step.distributed.sharded import weight_count
 
 
-def say_reading(console: Console, name: str) -> None:
+def print_reading(console: Console, name: str) -> None:
     """Print what is read next, because that may take minutes."""
     console.print(f"reading {name}", soft_wrap=True)
 
 
-def say_data(console: Console, data: Any) -> None:
+def print_data_summary(console: Console, data: Any) -> None:
     for line in data.statistics.lines():
         console.print(line, soft_wrap=True)
 
 
-def begin_model(job: Job) -> Optional[int]:
+def seed_before_model(job: Job) -> Optional[int]:
     """Seed the random number generators for the new model, and return the memory in use before it is loaded (see
     costs.py)."""
     set_seed(job.training.seed)
     return bytes_before_model(job.training.device)
 
 
-def finish(
+def tuned_components(
     job: Job,
     console: Console,
     *,
@@ -68,7 +68,7 @@ def finish(
     return TrainingComponents(processor, data, model, collator, before_model_bytes)
 
 
-def teacher_of(job: Job) -> Optional[ModelSettings]:
+def teacher_settings(job: Job) -> Optional[ModelSettings]:
     """Return the settings for loading the job's teacher, in its stored type; None without a teacher."""
     if job.model.teacher is None:
         return None
@@ -78,7 +78,7 @@ def teacher_of(job: Job) -> Optional[ModelSettings]:
     )
 
 
-def require_same(teacher: str, teacher_value: Any, student_value: Any, what: str) -> None:
+def require_same_as_student(teacher: str, teacher_value: Any, student_value: Any, what: str) -> None:
     """Raise ModelError if the teacher's ``what``, such as its tokens, differ from the student's."""
     if teacher_value != student_value:
         raise ModelError(
@@ -87,7 +87,7 @@ def require_same(teacher: str, teacher_value: Any, student_value: Any, what: str
         )
 
 
-def checkpoints(job: Job) -> bool:
+def checkpoints_activations(job: Job) -> bool:
     """Whether activation checkpointing is on, by checkpoint_every_layer or by the stock setting, which some families do
     not support."""
     return job.model.checkpoint_every_layer or bool(job.training.activation_checkpointing)
@@ -111,7 +111,7 @@ def _prepared_for_tuning(
     console.print(f"model: {total:,} weights, {trainable:,} trained ({settings.tuning})", soft_wrap=True)
     if storage_line is not None:
         console.print(storage_line, soft_wrap=True)
-    if checkpoints(job):
+    if checkpoints_activations(job):
         console.print(f"activations: kept at the borders of {checkpoint_every_layer(model)} blocks", soft_wrap=True)
         job.training.activation_checkpointing = False  # it is on already; the stock Trainer raises for some families
     return model

@@ -13,29 +13,35 @@ from rich.console import Console
 from scu_trainer.data import default_cache_dir
 from scu_trainer.data.images.data import find_images, natural_size, prepare_images
 from scu_trainer.data.images.decode import fixed_pixels
-from scu_trainer.data.images.store import Kind, collate_images, pixel_statistics
+from scu_trainer.data.images.store import PixelFormat, collate_images, pixel_statistics
 from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.errors import SettingsError
 from scu_trainer.models.loading.adapters import AdapterPlan
-from scu_trainer.models.vision.adapters import inner_targets, keep_classes, trained_whole
+from scu_trainer.models.vision.adapters import fully_trained_modules, inner_targets, save_classes_with_adapter
 from scu_trainer.models.vision.inputs import pixel_inputs, require_stock_pixels
 from scu_trainer.models.vision.models import (
-    changes_for,
+    attach_pixel_inputs,
     load_scored_classifier,
     make_classifier,
-    watch_pixels,
+    training_augmentation,
 )
-from scu_trainer.models.vision.norms import needs_several_rows, steady_norms
+from scu_trainer.models.vision.norms import allow_single_images, needs_several_rows
 from scu_trainer.models.vision.view import View, known_classes, view_of
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.images import ImageSettings
-from scu_trainer.settings.stock import seed_of_data
+from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
+from scu_trainer.train.tasks.common import (
+    print_data_summary,
+    require_same_as_student,
+    seed_before_model,
+    teacher_settings,
+    tuned_components,
+)
 
 HEADS = ("classifier", "score", "head", "fc")
 """Names that image classifiers use for their last layer."""
@@ -75,21 +81,21 @@ class ImageTask:
             )
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
-        data, view = _prepared_data(job.model, job.data, job.own, seed_of_data(job.training))
-        teacher = teacher_of(job)
+        data, view = _prepared_data(job.model, job.data, job.own, effective_data_seed(job.training))
+        teacher = teacher_settings(job)
         if teacher is not None:
-            require_same(job.model.teacher, known_classes(teacher), tuple(data.label_names), "classes")
+            require_same_as_student(job.model.teacher, known_classes(teacher), tuple(data.label_names), "classes")
             _require_same_view(teacher, job.own, view)
-        say_data(console, data)
-        before_model_bytes = begin_model(job)
+        print_data_summary(console, data)
+        before_model_bytes = seed_before_model(job)
         model, lines = make_classifier(job.model, job.own, data.label_names, view)
         for line in lines:
             console.print(line, soft_wrap=True)
-        if steady_norms(model):
+        if allow_single_images(model):
             _require_rows_for_statistics(model, view, job)
             _raise_min_batch_size(job, console)
-        watch_pixels(model, view.processor, changes_for(job.own, view))
-        parts = finish(
+        attach_pixel_inputs(model, view.processor, training_augmentation(job.own, view))
+        parts = tuned_components(
             job,
             console,
             settings=job.model,
@@ -100,7 +106,7 @@ class ImageTask:
             before_model_bytes=before_model_bytes,
             adapters=_adapter_plan(model),
         )
-        keep_classes(parts.model)
+        save_classes_with_adapter(parts.model)
         if teacher is not None:
             parts.teacher = load_scored_classifier(teacher, data.label_names, view).float()
         return parts
@@ -129,7 +135,7 @@ def _prepared_data(
     order = () if classes or model.model_name_or_path is None else known_classes(model)
     source = find_images(data, own, cache_dir, classes, order=order)
     view = view_of(model, own, lambda: natural_size(source))
-    kind = Kind(view.processor, view.channels, view.size)
+    kind = PixelFormat(view.processor, view.channels, view.size)
     prepared = prepare_images(source, kind, data, seed=seed, cache_dir=cache_dir)
     if view.is_new:
         view.processor.image_mean, view.processor.image_std = pixel_statistics(prepared.train)
@@ -141,17 +147,19 @@ def _require_same_view(teacher: ModelSettings, own: ImageSettings, view: View) -
     """Require that the teacher takes the same images as the student, with the same size and scaling."""
     teacher_view = view_of(teacher, replace(own, image_size=None, image_channels=None), lambda: max(view.size))
     name = teacher.model_name_or_path
-    require_same(
+    require_same_as_student(
         name, (teacher_view.channels, teacher_view.size), (view.channels, view.size), "sizes or channels of images"
     )
     pixels = [pixel_inputs(each_view.processor, each_view.channels) for each_view in (teacher_view, view)]
-    require_same(name, *([*p.mean, *p.deviation, p.scale] for p in pixels), "mean and deviation of pixels")
+    require_same_as_student(name, *([*p.mean, *p.deviation, p.scale] for p in pixels), "mean and deviation of pixels")
 
 
 def _adapter_plan(model: torch.nn.Module) -> AdapterPlan:
     """Return the adapter plan. Its task type is None, because peft has none for image classification."""
     heads = [name for name, _ in model.named_children() if name in HEADS]
-    return AdapterPlan(task_type=None, targets=inner_targets(model, heads), modules_to_save=trained_whole(model, heads))
+    return AdapterPlan(
+        task_type=None, targets=inner_targets(model, heads), modules_to_save=fully_trained_modules(model, heads)
+    )
 
 
 def _require_rows_for_statistics(model: torch.nn.Module, view: View, job: Job) -> None:

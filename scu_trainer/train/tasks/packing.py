@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from scu_trainer.errors import ModelError
-from scu_trainer.models.isolation import MEASURED, can_be_asked, declared_leak, isolates
+from scu_trainer.models.isolation import MEASURED, declared_leak, has_all_weights, isolates
 from scu_trainer.settings import DataSettings
 
 ANYHOW = "isolate_documents: false packs them anyway"
@@ -40,7 +40,7 @@ class Packing:
             return replace(data, isolate_documents=bool(data.isolate_documents))
         return replace(data, packing=self.isolates, isolate_documents=self.isolates)
 
-    def asked_of(self, model: nn.Module, vocab_size: int) -> Packing:
+    def tested_on(self, model: nn.Module, vocab_size: int) -> Packing:
         """Return the decision after testing the model, unless the configuration already decides. Raises ModelError if
         isolation is required and the model does not isolate documents.
 
@@ -50,7 +50,7 @@ class Packing:
         if self.asked is False or (self.asked is None and not self.isolates):
             return self
         name = type(model).__name__
-        if not can_be_asked(model):
+        if not has_all_weights(model):
             seen = "others of its family keep documents apart" if self.is_measured else "its family was not tested"
             why = f"the weights of {name} are sharded, so it cannot be tested; {seen}"
             return replace(self, isolates=self.is_measured, why=why)

@@ -15,7 +15,7 @@ from scu_trainer.data.samples import PreparedSamples
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.data import prepare_sensors
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
+from scu_trainer.models.loading.dispatch import check_limits, require_compatible_training
 from scu_trainer.models.loading.offload_linears import offload_linears
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.models.sensors import TridentConfig, TridentForSensorClassification
@@ -35,7 +35,7 @@ from scu_trainer.models.sensors.loading import (
 from scu_trainer.models.sensors.placing import device_refusal, place_branches
 from scu_trainer.settings.base import require
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
-from scu_trainer.settings.stock import seed_of_data
+from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.train.evaluation.classification import (
     class_and_report_metrics,
     preprocess_class_and_report,
@@ -46,7 +46,14 @@ from scu_trainer.train.fixtures.random_start import random_start
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
-from scu_trainer.train.tasks.common import begin_model, checkpoints, finish, require_same, say_data, teacher_of
+from scu_trainer.train.tasks.common import (
+    checkpoints_activations,
+    print_data_summary,
+    require_same_as_student,
+    seed_before_model,
+    teacher_settings,
+    tuned_components,
+)
 
 MEBIBYTE = 2**20
 
@@ -71,10 +78,10 @@ class SensorTask:
             model.teacher is None or not own.report_head,
             "a teacher teaches only its classes, but report_head also learns words; drop one of them",
         )
-        refuse_unsound(model, job.training)
+        require_compatible_training(model, job.training)
         check_limits(model, job.memory, len(cuda_bytes(job.training)))
         require(
-            own.checkpoint_branches is None or not checkpoints(job),
+            own.checkpoint_branches is None or not checkpoints_activations(job),
             "checkpoint_every_layer covers all branches, but checkpoint_branches names some; drop one of them",
         )
         if model.model_name_or_path is None:
@@ -160,17 +167,19 @@ class SensorTask:
         data = prepare_sensors(
             job.data,
             own,
-            seed=seed_of_data(job.training),
+            seed=effective_data_seed(job.training),
             cache_dir=default_cache_dir(job.data.cache_dir),
             report_words=known_report_words(config),
             may_lack_branches=config is not None,
         )
-        say_data(console, data)
+        print_data_summary(console, data)
         require_same_classes(job.model, data.label_names)
-        teacher = teacher_of(job)
+        teacher = teacher_settings(job)
         if teacher is not None:
-            require_same(job.model.teacher, trained_label_names(teacher), list(data.label_names), "classes")
-            require_same(job.model.teacher, branches_of(stored_config(teacher), own), own.branches, "branches")
+            require_same_as_student(job.model.teacher, trained_label_names(teacher), list(data.label_names), "classes")
+            require_same_as_student(
+                job.model.teacher, branches_of(stored_config(teacher), own), own.branches, "branches"
+            )
         shapes = _branch_shapes(data)
         heads = Heads(data.label_names, data.report_words, _report_length(config, data), own.report_weight)
         is_random, settings = config is None, job.model
@@ -183,9 +192,9 @@ class SensorTask:
         device = job.training.device
         placement = plan_trident_placement(settings, own, job.memory, free_memory(job.training), device)
         if placement is not None:
-            saves = checkpoints(job) or own.checkpoint_branches is not None
+            saves = checkpoints_activations(job) or own.checkpoint_branches is not None
             console.print(placement.line(saves), soft_wrap=True)
-        before_model_bytes = begin_model(job)
+        before_model_bytes = seed_before_model(job)
         model, lines = make_trident(settings, own, heads, shapes, device, placement)
         shapes = input_shapes(model.config, shapes)
         for line in lines:
@@ -196,7 +205,7 @@ class SensorTask:
         if own.branch_devices is not None:
             console.print(place_branches(model, own.branch_devices, device), soft_wrap=True)
         self._offload(job, model, console)
-        parts = finish(
+        parts = tuned_components(
             job,
             console,
             settings=settings,
@@ -225,7 +234,7 @@ class SensorTask:
             job.training.device,
             own.offload_linears_folder,
         )
-        console.print(moved.line(checkpoints(job) or own.checkpoint_branches is not None), soft_wrap=True)
+        console.print(moved.line(checkpoints_activations(job) or own.checkpoint_branches is not None), soft_wrap=True)
 
     def load_scored(self, source: Source) -> TrainingComponents:
         config = stored_config(source.model)

@@ -19,8 +19,8 @@ from scu_trainer.errors import ModelError
 from scu_trainer.models.fit import require_fit
 from scu_trainer.models.isolation import isolates
 from scu_trainer.models.kernels import best_attention
-from scu_trainer.models.loading.adapters import CAUSAL, add_tokens, grow_embeddings, grow_for_adapter
-from scu_trainer.models.loading.dispatch import check_limits, refuse_unsound
+from scu_trainer.models.loading.adapters import CAUSAL, add_tokens, grow_embeddings, grow_embeddings_for_adapter
+from scu_trainer.models.loading.dispatch import check_limits, require_compatible_training
 from scu_trainer.models.loading.load import (
     causal_config,
     load_for_evaluation,
@@ -28,11 +28,11 @@ from scu_trainer.models.loading.load import (
     load_tokenizer,
     plan_placement,
 )
-from scu_trainer.models.loading.names import is_adapter, located, with_adapter_as_model
+from scu_trainer.models.loading.names import expanded_name, is_adapter, with_adapter_as_model
 from scu_trainer.models.quantize import require_quantization
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.regularization import SAMPLED
-from scu_trainer.settings.stock import seed_of_data
+from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, bpt_metrics, score_documents
 from scu_trainer.train.evaluation.sliding import SlidingRows
 from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
@@ -41,16 +41,16 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.loss.rows.row_readings import preprocess_logits
-from scu_trainer.train.retention.choice import chooser
+from scu_trainer.train.retention.choice import make_actuator_chooser
 from scu_trainer.train.retention.sampled import sampled_text
 from scu_trainer.train.tasks.common import (
-    begin_model,
-    checkpoints,
-    finish,
-    require_same,
-    say_data,
-    say_reading,
-    teacher_of,
+    checkpoints_activations,
+    print_data_summary,
+    print_reading,
+    require_same_as_student,
+    seed_before_model,
+    teacher_settings,
+    tuned_components,
 )
 from scu_trainer.train.tasks.packing import Packing
 
@@ -67,7 +67,7 @@ class TextTask:
     preprocess_logits = staticmethod(preprocess_logits)
 
     def check(self, job: Job) -> None:
-        refuse_unsound(job.model, job.training)
+        require_compatible_training(job.model, job.training)
         check_limits(job.model, job.memory, len(cuda_bytes(job.training)))
         check_packing(job.training, job.data)
 
@@ -75,42 +75,42 @@ class TextTask:
         cache_dir, device = default_cache_dir(job.data.cache_dir), job.training.device
         require_quantization(job.model, device)
         settings, tokenizer = _with_default_model(with_adapter_as_model(job.model), cache_dir, console)
-        start = Path(located(settings.model_name_or_path))
+        start = Path(expanded_name(settings.model_name_or_path))
         new_rows = () if is_adapter(start) else add_tokens(tokenizer, settings)
-        teacher = teacher_of(job)
+        teacher = teacher_settings(job)
         if teacher is not None:
             vocabularies = load_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
-            require_same(job.model.teacher, *vocabularies, "tokens")
+            require_same_as_student(job.model.teacher, *vocabularies, "tokens")
         is_half = job.training.bf16 or job.training.fp16 or settings.dtype in ("bfloat16", "float16")
         attention = best_attention(settings.attn_implementation, device, is_half)
         settings = replace(settings, attn_implementation=attention)
         packing = Packing.expected(job.data, causal_config(settings))
         placement = plan_placement(settings, job.memory, free_memory(job.training), device=device)
         if placement is not None:
-            console.print(placement.line(checkpoints(job)), soft_wrap=True)
-        seed, name = seed_of_data(job.training), settings.model_name_or_path
+            console.print(placement.line(checkpoints_activations(job)), soft_wrap=True)
+        seed, name = effective_data_seed(job.training), settings.model_name_or_path
         data_options = {"seed": seed, "cache_dir": cache_dir, "model_name": name}
         anchor_options = {"tokenizer": tokenizer, **data_options}
-        say_reading(console, f"the data: {job.data.shown_dataset}")
+        print_reading(console, f"the data: {job.data.shown_dataset}")
         data = prepare(packing.applied(job.data), tokenizer, **data_options)
-        say_data(console, data)
+        print_data_summary(console, data)
         anchor = _read_anchor(job, packing.applied(job.data), data, anchor_options)
-        say_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
-        before_model_bytes = begin_model(job)
+        print_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
+        before_model_bytes = seed_before_model(job)
         model = load_model(settings, device=device, placement=placement)
         if is_adapter(start):
-            grow_for_adapter(model, start)
+            grow_embeddings_for_adapter(model, start)
         elif new_rows:
             grow_embeddings(model, new_rows[-1] + 1)
         require_fit(model, settings.model_name_or_path, len(tokenizer), job.data.block_size)
-        tested_packing = packing.asked_of(model, len(tokenizer))
+        tested_packing = packing.tested_on(model, len(tokenizer))
         if tested_packing.applied(job.data) != packing.applied(job.data):
             data = prepare(tested_packing.applied(job.data), tokenizer, **data_options)
-            say_data(console, data)
+            print_data_summary(console, data)
             anchor = _read_anchor(job, tested_packing.applied(job.data), data, anchor_options)
         if job.data.packing:
             console.print(tested_packing.line(), soft_wrap=True)
-        parts = finish(
+        parts = tuned_components(
             job,
             console,
             settings=settings,
@@ -144,7 +144,7 @@ class TextTask:
             "model_name": tokenizer_settings.model_name_or_path,
         }
         model = load_for_evaluation(name, source.model)
-        packing = Packing.expected(source.data, model.config).asked_of(model, len(tokenizer))
+        packing = Packing.expected(source.data, model.config).tested_on(model, len(tokenizer))
         data = prepare(packing.applied(source.data), row_tokenizer, **data_options)
         if source.windows is not None and data.eval is not None:
             data = replace(
@@ -195,7 +195,7 @@ def _read_anchor(job: Job, data: DataSettings, prepared: Any, anchor_options: di
     rows_per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.world_size
     rows = 0 if data.streaming else len(prepared.train)  # with a stream the length of the run is given by max_steps
     has_lambda = regularization is not None and not regularization.steers
-    choose = chooser(settings, job.planned_steps(rows) * rows_per_step, has_lambda)
+    choose = make_actuator_chooser(settings, job.planned_steps(rows) * rows_per_step, has_lambda)
     return read_anchor(data, settings.retain, settings.retain_documents, choose=choose, **anchor_options)
 
 

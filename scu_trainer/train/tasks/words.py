@@ -20,14 +20,20 @@ from scu_trainer.models.loading.load import load_for_evaluation, load_model, loa
 from scu_trainer.models.loading.names import base_of
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.base import require
-from scu_trainer.settings.stock import seed_of_data
+from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.settings.words import WordSettings
 from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, bpt_metrics, score_documents
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.job.source import Source
 from scu_trainer.train.loss.rows.row_readings import preprocess_logits
-from scu_trainer.train.tasks.common import begin_model, finish, require_same, say_data, teacher_of
+from scu_trainer.train.tasks.common import (
+    print_data_summary,
+    require_same_as_student,
+    seed_before_model,
+    teacher_settings,
+    tuned_components,
+)
 
 ADAPTED = ("projection", "categories")
 """Modules that LoRA can adapt. The GRU's weights go to a fused kernel that would ignore adapters. The word embedding is
@@ -62,17 +68,17 @@ class WordTask:
         require(model.device_map is None, "device_map places large language models; for a GRU drop it")
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
-        teacher = teacher_of(job)
+        teacher = teacher_settings(job)
         data = _prepared_data(job, teacher)
-        say_data(console, data)
-        before_model_bytes = begin_model(job)
+        print_data_summary(console, data)
+        before_model_bytes = seed_before_model(job)
         if job.model.model_name_or_path is None:
             model = new_model(data, job.own)
             model = model if job.model.dtype == "auto" else model.to(getattr(torch, job.model.dtype))
         else:
             model = load_model(job.model, device=job.training.device)
             console.print(f"words, categories and sizes: those of {job.model.model_name_or_path}", soft_wrap=True)
-        parts = finish(
+        parts = tuned_components(
             job,
             console,
             settings=job.model,
@@ -143,10 +149,10 @@ def _prepared_data(job: Job, teacher: Optional[ModelSettings]) -> PreparedWords:
     if teacher is not None:
         tokenizer, names = _tokenizer_and_categories(teacher)
         vocabularies = tokenizer.get_vocab(), known["tokenizer"].get_vocab()
-        require_same(job.model.teacher, *vocabularies, "words")
-        require_same(job.model.teacher, list(names), list(known["category_names"]), "categories")
+        require_same_as_student(job.model.teacher, *vocabularies, "words")
+        require_same_as_student(job.model.teacher, list(names), list(known["category_names"]), "categories")
     cache_dir = default_cache_dir(job.data.cache_dir)
-    return prepare_words(job.data, job.own, seed=seed_of_data(job.training), cache_dir=cache_dir, **known)
+    return prepare_words(job.data, job.own, seed=effective_data_seed(job.training), cache_dir=cache_dir, **known)
 
 
 def _tokenizer_and_categories(settings: ModelSettings) -> tuple[Any, list[str]]:

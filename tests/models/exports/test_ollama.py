@@ -107,5 +107,5 @@ LLAMA_3_WORDS, QWEN_2_WORDS = gguf.WORD_RULES
 )
 def test_the_rule_for_words_is_read_from_its_declaration(tmp_path, declaration, name):
     (tmp_path / "tokenizer.json").write_text(json.dumps(declaration))
-    assert gguf.words_rule(tmp_path / "tokenizer.json") == name
-    assert gguf.words_rule(tmp_path / "none.json") is None
+    assert gguf.word_rule_name(tmp_path / "tokenizer.json") == name
+    assert gguf.word_rule_name(tmp_path / "none.json") is None

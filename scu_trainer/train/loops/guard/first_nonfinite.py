@@ -27,12 +27,20 @@ from transformers import Trainer
 
 from scu_trainer.figures import first_few
 from scu_trainer.models.quantize import is_of_torchao
-from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_names, step_parts, unchanged, why_it_failed
+from scu_trainer.train.loops.guard.parts import (
+    SHARDED,
+    Part,
+    describe_rerun_failure,
+    loss_of,
+    row_names,
+    step_parts,
+    unchanged,
+)
 from scu_trainer.train.loss.analysis.trials import batch_norm_statistics
 from scu_trainer.train.step.batches.rows import rows_of
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.memory import free_memory
-from scu_trainer.train.step.recovery.optimizer_parts import alike
+from scu_trainer.train.step.recovery.optimizer_parts import by_device_and_dtype
 
 MOST_NAMED = 8
 """Maximum number of rows that a message names."""
@@ -60,7 +68,7 @@ class NonFinitePlace:
         return f"{self.place}, in {first_few(self.rows, MOST_NAMED)}"
 
 
-def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
+def locate_nonfinite(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
     """Return where the failed step stopped being finite.
 
     ``batches``: this rank's accumulation batches of the failed step. ``num_items``: the divisor of its losses. Raises
@@ -84,7 +92,7 @@ def locate(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinit
             parts = list(step_parts(trainer, batches))
             found = _search_forward(trainer, parts, num_items) or _search_backward(trainer, parts, num_items)
         except Exception as error:  # the model may fail in any way on some rows, but only the failed step matters
-            found = NonFinitePlace(reason=why_it_failed(error))
+            found = NonFinitePlace(reason=describe_rerun_failure(error))
     free_memory(trainer.args.device)
     return found or NonFinitePlace(reason="every value is finite when its rows run again")
 
@@ -105,7 +113,7 @@ def weights_are_finite(model: nn.Module) -> bool:
 
     Takes one pass over them and waits for the device once.
     """
-    kinds = alike(tensor.detach() for _, tensor in _named_tensors(model) if tensor.numel())
+    kinds = by_device_and_dtype(tensor.detach() for _, tensor in _named_tensors(model) if tensor.numel())
     # The largest magnitude, unlike a sum of squares, is only infinite if a number is.
     largest = [torch.stack(torch._foreach_norm(tensors, float("inf"))).float().max() for tensors in kinds]
     return all(bool(torch.isfinite(norm)) for norm in largest)

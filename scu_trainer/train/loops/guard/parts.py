@@ -12,9 +12,9 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loss.analysis import mixing_modules
-from scu_trainer.train.loss.analysis.no_trace import unlogged
-from scu_trainer.train.loss.loss_path import without_index
-from scu_trainer.train.loss.rows.model_loss import counting
+from scu_trainer.train.loss.analysis.no_trace import without_logging
+from scu_trainer.train.loss.loss_path import without_sample_index
+from scu_trainer.train.loss.rows.model_loss import changing_objects_of
 from scu_trainer.train.step.batches.rows import pick, rows_of
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback
 from scu_trainer.train.step.recovery.snapshot import ChangingBuffers, WindowSnapshot
@@ -69,7 +69,7 @@ def _sample_name(dataset: Any, index: int) -> str:
     return f"sample {index} (documents {listed})"
 
 
-def why_it_failed(error: Exception) -> str:
+def describe_rerun_failure(error: Exception) -> str:
     """Return a phrase for messages: the model raised ``error`` when rows ran again. Frees what its traceback holds."""
     first_line = str(error).partition("\n")[0]
     forget_traceback(error)
@@ -81,9 +81,9 @@ def unchanged(trainer: Trainer) -> Iterator[None]:
     """Restore random state, changing buffers and counters of the loss on exit, and log nothing inside."""
     model = trainer.model
     devices = list({trainer.args.device, *(p.device for p in model.parameters())})
-    snapshot = WindowSnapshot(devices, ChangingBuffers(model), (), counting(trainer)())
+    snapshot = WindowSnapshot(devices, ChangingBuffers(model), (), changing_objects_of(trainer)())
     try:
-        with unlogged(trainer):
+        with without_logging(trainer):
             yield
     finally:
         snapshot.restore_surroundings()
@@ -91,7 +91,7 @@ def unchanged(trainer: Trainer) -> Iterator[None]:
 
 def loss_of(trainer: Trainer, part: Part, num_items: Any) -> torch.Tensor:
     """Return the loss as training computes it, but without reporting the losses of rows."""
-    inputs = trainer._prepare_inputs(without_index(part.inputs))
+    inputs = trainer._prepare_inputs(without_sample_index(part.inputs))
     with trainer.compute_loss_context_manager():
         if trainer.loss_path is not None:
             return trainer._stock_loss(trainer.model, inputs, False, num_items)

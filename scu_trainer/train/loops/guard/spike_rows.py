@@ -17,7 +17,15 @@ from transformers import Trainer
 
 from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace
-from scu_trainer.train.loops.guard.parts import SHARDED, Part, loss_of, row_names, step_parts, unchanged, why_it_failed
+from scu_trainer.train.loops.guard.parts import (
+    SHARDED,
+    Part,
+    describe_rerun_failure,
+    loss_of,
+    row_names,
+    step_parts,
+    unchanged,
+)
 from scu_trainer.train.step.distributed.sharded import is_sharded
 from scu_trainer.train.step.recovery.memory import free_memory
 
@@ -38,7 +46,9 @@ class _PartGradient:
     samples: tuple[int, ...]
 
 
-def far_rows(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[NonFinitePlace, tuple[int, ...]]:
+def find_outlier_rows(
+    trainer: Trainer, batches: Sequence[Any], num_items: Any
+) -> tuple[NonFinitePlace, tuple[int, ...]]:
     """Return (the rows as messages name them, their sample numbers if known), the same on all ranks.
 
     ``batches``: this rank's accumulation batches. ``num_items``: the divisor of their losses. Raises no errors; what
@@ -72,7 +82,7 @@ def _measure_parts(
                 names = row_names(trainer, part.whole, part.batch, part.rows)
                 measured.append(_PartGradient(_gradient_norm(trainer, part, num_items, weights), names, _samples(part)))
         except Exception as error:  # the model may fail in any way on a single row, but only the undone step matters
-            reason = why_it_failed(error)
+            reason = describe_rerun_failure(error)
     free_memory(trainer.args.device)
     return measured, reason
 

@@ -16,7 +16,7 @@ from scu_trainer.control.guard import spikes as control
 from scu_trainer.settings import SafetySettings
 from scu_trainer.settings.base import require
 from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace
-from scu_trainer.train.loops.guard.spike_rows import far_rows
+from scu_trainer.train.loops.guard.spike_rows import find_outlier_rows
 
 logger = logging.getLogger("scu_trainer")
 
@@ -70,7 +70,7 @@ class SpikeWatch:
 
     def find(self, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
         """Return the rows that stand out, the same on all ranks. Every rank calls it with its own ``batches``."""
-        place, samples = far_rows(self.trainer, batches, num_items)
+        place, samples = find_outlier_rows(self.trainer, batches, num_items)
         self.skipped_steps += 1
         twice = sorted((self._seen_once & set(samples)) - self._set_aside)
         self._seen_once |= set(samples)

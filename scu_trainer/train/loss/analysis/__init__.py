@@ -13,7 +13,7 @@ analysis.py     for one trainer: when to run trials and audits, and what to repo
 """
 
 from scu_trainer.train.loss.analysis.measuring import EXACT, ROUGH, tolerance
-from scu_trainer.train.loss.analysis.no_trace import has_drawn, rng_state, untouched
+from scu_trainer.train.loss.analysis.no_trace import has_drawn, restored_on_exit, rng_state
 from scu_trainer.train.loss.analysis.trials import analyze, mixing_modules
 
-__all__ = ["EXACT", "ROUGH", "analyze", "has_drawn", "mixing_modules", "rng_state", "tolerance", "untouched"]
+__all__ = ["EXACT", "ROUGH", "analyze", "has_drawn", "mixing_modules", "restored_on_exit", "rng_state", "tolerance"]

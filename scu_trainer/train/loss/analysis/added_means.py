@@ -14,7 +14,7 @@ def batches_added(trainer: Trainer, num_items: Any) -> int:
     return trainer.current_gradient_accumulation_steps if (is_told if scaled is None else scaled) else 1
 
 
-def in_words(trainer: Trainer, num_items: Any, ranks: int) -> str:
+def added_means_warning(trainer: Trainer, num_items: Any, ranks: int) -> str:
     """Return a warning about added means. ``ranks``: number of ranks with losses that are added up, too."""
     batches = batches_added(trainer, num_items)
     larger = "gradient_accumulation_steps: 1 with a larger batch (micro-batches keep its memory low)"

@@ -16,11 +16,11 @@ from accelerate.utils import gather_object, recursively_apply, send_to_device
 from transformers import Trainer
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_to_ask
+from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_for_trial
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor
 from scu_trainer.train.loss.analysis.exchange import seen_exchange
 from scu_trainer.train.loss.analysis.measuring import EXACT, tolerance_of, training_loss
-from scu_trainer.train.loss.analysis.no_trace import untouched
+from scu_trainer.train.loss.analysis.no_trace import restored_on_exit
 from scu_trainer.train.loss.analysis.own_step import OwnStep
 from scu_trainer.train.loss.analysis.trials import analyze
 from scu_trainer.train.loss.rows.model_loss import NOISE_BY_LENGTH, comes_from, has_sharded_weights, inner_model
@@ -28,7 +28,7 @@ from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import CPU, Batch, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launched import is_lost_rank
-from scu_trainer.train.step.distributed.ranks import Ranks, of_one_rank
+from scu_trainer.train.step.distributed.ranks import Ranks, from_most_urgent_rank
 from scu_trainer.train.step.distributed.sharded import needs_all_ranks
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -150,10 +150,10 @@ class LossAnalysis:
         asked = batches if self._needs_trial(batches) else None
         if ranks.even_micro_batches and ranks.world_size > 1:
             # The forward passes of a trial depend on its rows, and sharded weights need all ranks in each of them.
-            can_tell = asked is not None and rows_to_ask(asked, self._seen) is not None
+            can_tell = asked is not None and rows_for_trial(asked, self._seen) is not None
             few = [replace(entry, inputs=send_to_device(entry.inputs, CPU)) for entry in asked] if can_tell else None
             urgency = 1 + _are_padded(asked) if can_tell else 0
-            asked = of_one_rank(few, urgency, self.trainer.accelerator.device) or asked
+            asked = from_most_urgent_rank(few, urgency, self.trainer.accelerator.device) or asked
         is_new = asked is not None and self._run_trial(asked, num_items, pad_token_id)
         if self._found is not None:
             self._found = self._by_keys.get(_keys(batches)) or replace(self._found, trims=False)
@@ -162,7 +162,7 @@ class LossAnalysis:
     def _run_trial(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         """Run a trial with rows of ``batches`` if there are suitable ones. Returns whether it showed anything."""
         keys, classes = _keys(batches), self._new_classes(batches)
-        known, to_ask = self._by_keys.get(keys), rows_to_ask(batches, self._seen)
+        known, to_ask = self._by_keys.get(keys), rows_for_trial(batches, self._seen)
         can_tell = to_ask is not None  # otherwise, as with single rows, the model is not called
         found = self._try_rows(batches, num_items, pad_token_id) if can_tell else None
         rows = to_ask if found is not None and classes else []
@@ -189,7 +189,7 @@ class LossAnalysis:
             return training_loss(trainer, type(inputs)(inputs) if isinstance(inputs, Mapping) else inputs, num_items)
 
         # With gradients, as in training, because an exchange may depend on that.
-        with self._trial_mode(), untouched(trainer.model, trainer, training=True), torch.enable_grad():
+        with self._trial_mode(), restored_on_exit(trainer.model, trainer, training=True), torch.enable_grad():
             seen = seen_exchange(loss_of, first_rows(batch, pad_token_id))
         own_step.exchange = next(filter(None, gather_object([seen])), None)
 
@@ -313,7 +313,11 @@ class LossAnalysis:
         trainer, items = self.trainer, None if num_items is None else factor * num_items
         # With gradients, as in training, because the loss may compute some. Sharded weights would wait for a backward.
         gradients = not has_sharded_weights(trainer.model)
-        with torch.set_grad_enabled(gradients), untouched(trainer.model, trainer, training=True), self._trial_mode():
+        with (
+            torch.set_grad_enabled(gradients),
+            restored_on_exit(trainer.model, trainer, training=True),
+            self._trial_mode(),
+        ):
             return self._loss(recursively_apply(torch.clone, inputs), items).item()
 
     # -- auditing ------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def are_classes(labels: Any) -> bool:
     return torch.is_tensor(labels) and labels.dim() == 1 and not labels.is_floating_point()
 
 
-def rows_to_ask(batches: Sequence[Batch], seen: Collection[int] = (), more: bool = True) -> Optional[list[Row]]:
+def rows_for_trial(batches: Sequence[Batch], seen: Collection[int] = (), more: bool = True) -> Optional[list[Row]]:
     """Return the rows for a trial; None if there are no two rows in which something is learned.
 
     The shortest row, the next longer one that can be in a batch with it, and, with ``more``, others that differ: first
@@ -131,7 +131,7 @@ def _learned_counts(batch: Batch) -> list[int]:
     return labels.ne(NOT_LEARNED).reshape(batch.rows, -1).sum(dim=1).tolist()
 
 
-def in_order(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int, trim: bool) -> Any:
+def batch_in_order(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int, trim: bool) -> Any:
     """Return a batch of ``rows`` in exactly this order."""
     batch_of_rows = take(batches, rows, pad_token_id, trim=trim)
     first = batches[rows[0][0]]
@@ -146,13 +146,13 @@ def first_rows(batch: Batch, pad_token_id: int) -> Iterator[Any]:
         yield batch.inputs
         return
     rows = [(0, row) for row in range(min(2, batch.rows))]
-    short = beginnings([batch], rows, pad_token_id)
+    short = cut_to_beginnings([batch], rows, pad_token_id)
     if short is not None:
         yield short.inputs
-    yield in_order([batch], rows, pad_token_id, trim=True)
+    yield batch_in_order([batch], rows, pad_token_id, trim=True)
 
 
-def beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int) -> Optional[Batch]:
+def cut_to_beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int) -> Optional[Batch]:
     """Return the first columns of the rows as a batch, wide enough for every row to learn something.
 
     If the first row is shorter than another one, it stays shorter. None if this would not be shorter than the rows.
@@ -160,7 +160,7 @@ def beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int)
     owner = batches[rows[0][0]]
     if not owner.trimmable or owner.decoder_width or not has_time("labels", owner.inputs.get("labels")):
         return None
-    whole = in_order(batches, rows, pad_token_id, trim=True)
+    whole = batch_in_order(batches, rows, pad_token_id, trim=True)
     lengths = [batches[number].length(row) for number, row in rows]
     learned = whole["labels"].ne(NOT_LEARNED).cumsum(1)
     # One label more than enough, because the first may be shifted out.

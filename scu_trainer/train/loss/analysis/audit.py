@@ -15,7 +15,7 @@ from typing import Any, Optional
 import torch
 
 from scu_trainer.train.loss.analysis.measuring import LossOf, gradient_error, measured_weights, with_gradient
-from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state, untouched
+from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, restored_on_exit, rng_state
 from scu_trainer.train.step.batches.rows import Row
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.recovery.memory import free_memory
@@ -51,7 +51,8 @@ class Audited:
 
 
 class Auditor:
-    """Run audits. ``loss_of``: as in training. ``owner``: see ``untouched``. Audits that run out of memory shrink."""
+    """Run audits. ``loss_of``: as in training. ``owner``: see ``restored_on_exit``. An audit that runs out of
+    memory is repeated with fewer rows."""
 
     def __init__(self, model: torch.nn.Module, loss_of: LossOf, owner: Any) -> None:
         self.model, self.loss_of, self.owner = model, loss_of, owner
@@ -135,7 +136,7 @@ class Auditor:
 
     def _without_noise(self, losses: Callable[[], Audited]) -> Optional[Audited]:
         """Compute ``losses`` of a whole and its parts; again without noise if the first time draws random numbers."""
-        with untouched(self.model, self.owner, training=True):
+        with restored_on_exit(self.model, self.owner, training=True):
             if not self._draws:
                 before = rng_state(self.model)
                 found = losses()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from scu_trainer.data.random_states import States, put_back
+from scu_trainer.data.random_states import RngStates, restore_rng_states
 from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.models.asking import float32_settings
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
@@ -51,7 +51,7 @@ class Meter:
     model: nn.Module
     weights: list[torch.Tensor]
     is_noisy: Optional[bool] = None
-    _start: States = field(default_factory=list)
+    _start: RngStates = field(default_factory=list)
 
     def first(self, inputs: Any, gradient: bool) -> tuple[torch.Tensor, list[Call]]:
         """Return (the result of ``measure``, calls of public loss functions), and find out whether there is noise."""
@@ -97,7 +97,7 @@ class Meter:
         if self.is_noisy is None:
             yield
             return
-        put_back(self._start)
+        restore_rng_states(self._start)
         with WithoutNoise() if self.is_noisy else contextlib.nullcontext():
             yield
 

@@ -15,20 +15,20 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scu_trainer.data.random_states import put_back
+from scu_trainer.data.random_states import restore_rng_states
 from scu_trainer.train.loss.analysis.frozen_weights import WrittenWeights, frozen_weights
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 from scu_trainer.train.step.recovery.snapshot import (
     OF_DATA,
     OF_TORCH,
     PLAIN,
-    contents,
+    array_restorer,
+    container_restorer,
     generators,
-    of_array,
-    of_devices,
-    put_back_attributes,
+    random_states_of_devices,
     refill,
     replaced,
+    restore_attributes,
 )
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ hook them twice if only the attribute were restored."""
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[Optional[WrittenWeights]]:
+def restored_on_exit(model: nn.Module, owner: Any = None, training: bool = False) -> Iterator[Optional[WrittenWeights]]:
     """Restore ``model``, its ``owner`` and the losses that either holds, as well as random states, on exit.
 
     That covers modes, buffers, hooks, attributes with their contents, and frozen weights. Yields an object that knows
@@ -60,7 +60,7 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
     if not training:
         model.eval()
     try:
-        with written or contextlib.nullcontext(), unlogged(owner):
+        with written or contextlib.nullcontext(), without_logging(owner):
             yield written
     finally:
         if written is not None:
@@ -72,11 +72,11 @@ def untouched(model: nn.Module, owner: Any = None, training: bool = False) -> It
             if held.keys() != before.keys():
                 held.clear()
                 held.update(before)
-        put_back_attributes(attributes)
-        put_back(random_states)
+        restore_attributes(attributes)
+        restore_rng_states(random_states)
 
 
-def unlogged(trainer: Any) -> contextlib.AbstractContextManager[None]:
+def without_logging(trainer: Any) -> contextlib.AbstractContextManager[None]:
     """Discard what a loss logs on ``trainer``, such as its terms. None: there is no trainer."""
     return contextlib.nullcontext() if trainer is None else replaced(trainer, "log", lambda *_, **__: None)
 
@@ -116,14 +116,14 @@ def _restore_buffers(buffers: list) -> None:
 
 
 def _attributes_of(holder: Any, of_data: frozenset[str] = frozenset()) -> tuple:
-    """Return the attributes of an object with their contents, for ``put_back_attributes``.
+    """Return the attributes of an object with their contents, for ``restore_attributes``.
 
     ``of_data``: names of attributes with contents that nobody changes.
     """
     is_ours = isinstance(holder, nn.Module) and comes_from(type(holder), "scu_trainer")  # they keep what trials found
     seen: set[int] = set()
     known = {
-        name: (value, None if name in of_data else contents(value, of_array, seen))
+        name: (value, None if name in of_data else container_restorer(value, array_restorer, seen))
         for name, value in vars(holder).items()
         if name not in OF_TORCH and (isinstance(value, PLAIN) or not is_ours)
     }
@@ -133,7 +133,10 @@ def _attributes_of(holder: Any, of_data: frozenset[str] = frozenset()) -> tuple:
 
 def rng_state(model: nn.Module) -> list[torch.Tensor]:
     """Return random states that change if a forward draws random numbers."""
-    return [torch.get_rng_state(), *(state for _, state in of_devices({p.device for p in model.parameters()}))]
+    return [
+        torch.get_rng_state(),
+        *(state for _, state in random_states_of_devices({p.device for p in model.parameters()})),
+    ]
 
 
 def has_drawn(model: nn.Module, before: list[torch.Tensor]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from scu_trainer.data.random_states import own_generators, put_back, states
+from scu_trainer.data.random_states import restore_rng_states, rng_states, seeded_generators
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, host_states
 from scu_trainer.train.loss.rows.model_loss import PUBLIC, comes_from
 
@@ -31,19 +31,19 @@ def draws_once(loss_of: Callable[[Any], torch.Tensor], together: Any, alone: lis
 
     Once per batch means that a single row (``alone``) draws as many.
     """
-    start = states()
+    start = rng_states()
     whole = _LossWithDraws(loss_of, together)
     if not whole.has_drawn:
         return False
     parts = []
     for row in alone:
-        put_back(start)
+        restore_rng_states(start)
         parts.append(_LossWithDraws(loss_of, row))
     of_torch_once = sum(part.count for part in parts) > whole.count
     if not (of_torch_once or any(whole.has_moved_alike(part) for part in parts)):
         return False
     for seed in range(SEEDS_TRIED):
-        with own_generators((seed,)):
+        with seeded_generators((seed,)):
             other = _LossWithDraws(loss_of, together).loss
         if abs(other - whole.loss) > tolerance * max(abs(other), abs(whole.loss)):
             return True
@@ -91,10 +91,10 @@ class _LossWithDraws(WithoutNoise):
         if self._depth:
             self._depth += 1
         elif all(comes_from(type(child), *OTHER_PACKAGES) for child in module.modules()):
-            self._depth, self._outside = 1, states()
+            self._depth, self._outside = 1, rng_states()
 
     def _leave(self, module: nn.Module, given: Any, output: Any) -> None:
         if self._depth:
             self._depth -= 1
             if not self._depth:
-                put_back(self._outside)
+                restore_rng_states(self._outside)

@@ -20,14 +20,14 @@ from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, WRITES, 
 from scu_trainer.train.loss.analysis.no_trace import host_states, rng_state
 from scu_trainer.train.loss.rows.model_loss import (
     PUBLIC,
-    Measured,
+    ReplacedFunction,
     comes_from,
     defined_between,
     has_sharded_weights,
     is_public,
-    step_of_batches,
+    trl_step_per_batch,
 )
-from scu_trainer.train.step.recovery.optimizer_parts import alike
+from scu_trainer.train.step.recovery.optimizer_parts import by_device_and_dtype
 from scu_trainer.train.step.recovery.optimizer_state import inner_optimizer
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 from scu_trainer.train.step.recovery.snapshot import gradient_versions, replaced
@@ -56,7 +56,7 @@ class OwnStep:
         self.deviation: Optional[str] = None
         self.hooked: Optional[str] = None
         self.exchange = exchange_in(trainer)
-        trl_class = step_of_batches(trainer)
+        trl_class = trl_step_per_batch(trainer)
         self.per_batch = (
             trl_class and f"training_step of {trl_class} draws or generates what it trains on once per batch"
         )
@@ -79,7 +79,7 @@ class OwnStep:
             return self.hooked
         return f"training_step of {self.owner} {self.deviation or 'is observed during its first step'}"
 
-    def look_for_hooks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def find_hooks(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Find hooks on ``parameters`` that act when a gradient has been accumulated.
 
         Such a hook may step an optimizer and clear the gradient, so the gradient of a micro-batch is not part of that
@@ -196,7 +196,7 @@ class _Watch:
             self._loss_calls.append((seen, num_items_in_batch, loss.grad_fn))
             return found
 
-        return Measured(compute_loss, recorded)
+        return ReplacedFunction(compute_loss, recorded)
 
     def wrap_backward(self, backward):
         """Wrap ``backward`` to record which loss it is called with, and what it changes."""
@@ -310,7 +310,7 @@ def _user_class_name(holder: Any) -> str:
     return next((kind.__name__ for kind in type(holder).__mro__ if not comes_from(kind, *PUBLIC)), "")
 
 
-def has_own_hook(weight: torch.nn.Parameter) -> bool:
+def has_user_hook(weight: torch.nn.Parameter) -> bool:
     """Return whether a hook on ``weight`` is user code. Hooks of public packages (adapters, launchers) are linear."""
     hooks = {**(weight._backward_hooks or {}), **(weight._post_accumulate_grad_hooks or {})}
     return any(not comes_from(getattr(hook, "func", hook), *PUBLIC) for hook in hooks.values())  # of a partial
@@ -338,4 +338,4 @@ def _random_states(model: torch.nn.Module) -> tuple:
 def _norms(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Return the norms as text, in which NaN equals NaN."""
     known = (t for t in tensors if not t.is_meta and t.is_floating_point() and t.layout is torch.strided)
-    return [str(torch.stack(torch._foreach_norm(same_kind)).tolist()) for same_kind in alike(known)]
+    return [str(torch.stack(torch._foreach_norm(same_kind)).tolist()) for same_kind in by_device_and_dtype(known)]

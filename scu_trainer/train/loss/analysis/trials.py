@@ -19,7 +19,12 @@ import torch
 from torch import nn
 
 from scu_trainer.figures import first_few
-from scu_trainer.train.loss.analysis.asked_rows import beginnings, in_order, rows_to_ask, with_other_labels
+from scu_trainer.train.loss.analysis.asked_rows import (
+    batch_in_order,
+    cut_to_beginnings,
+    rows_for_trial,
+    with_other_labels,
+)
 from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, ONCE, written_buffer
 from scu_trainer.train.loss.analysis.measuring import (
     FEW_ITEMS,
@@ -29,7 +34,7 @@ from scu_trainer.train.loss.analysis.measuring import (
     measured_weights,
     tolerance,
 )
-from scu_trainer.train.loss.analysis.no_trace import untouched
+from scu_trainer.train.loss.analysis.no_trace import restored_on_exit
 from scu_trainer.train.loss.analysis.own_draws import ONCE_PER_BATCH, draws_once
 from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of, left_out_by
 from scu_trainer.train.step.batches.reduction import COLUMN, Reduction, Targets, kinds_of_counts
@@ -61,18 +66,19 @@ def analyze(
     ``num_items``: what the stock loop counted for this window; None if the loss does not take it. ``training``: whether
     to use training mode; in evaluation mode some modules do not mix rows. ``low_precision``: whether autocast will be
     on. ``shifts``: whether the stock loop treats the loss as one over shifted labels; decides between kinds that do not
-    differ here. ``seen``: classes of earlier trials. ``owner``: see ``untouched``. ``most_rows``: 2 if no more are
-    known to fit in memory, None for the usual few. ``is_public``: whether no user code takes part, so values suffice.
+    differ here. ``seen``: classes of earlier trials. ``owner``: see ``restored_on_exit``. ``most_rows``: 2 if no more
+    are known to fit in memory, None for the usual few. ``is_public``: whether no user code takes part, so that
+    values suffice.
 
     Rows are cut and padded as in training, and long ones are cut to their beginnings if the model allows it, because
     all their logits could need more memory than training does.
     """
-    rows = rows_to_ask(batches, seen, more=most_rows is None)
+    rows = rows_for_trial(batches, seen, more=most_rows is None)
     if rows is None:
         return None
     mixing = mixing_modules(model) if training else None
     precision = tolerance(model, low_precision)
-    with untouched(model, owner, training) as written, measured_weights(model) as weights:
+    with restored_on_exit(model, owner, training) as written, measured_weights(model) as weights:
         if mixing:  # show what else the loss does, without the modules that are known to mix rows
             for module in filter(is_batch_norm, model.modules()):
                 module.eval()
@@ -86,7 +92,7 @@ def analyze(
 
 def _try_beginnings(trial: _Trial) -> Optional[Reduction]:
     """Try the beginnings of the rows. None if rows are short already, or if their beginnings show nothing."""
-    short = beginnings(trial.batches, trial.rows, trial.pad_token_id)
+    short = cut_to_beginnings(trial.batches, trial.rows, trial.pad_token_id)
     if short is None:
         return None
     try:
@@ -149,7 +155,7 @@ class _Trial:
     def reduction(self, trim: bool) -> Optional[Reduction]:
         """Measure the rows together and one by one, and return how the loss combines them. ``trim``: cut padding."""
         meter, rows = self.meter, len(self.rows)
-        together = in_order(self.batches, self.rows, self.pad_token_id, trim)
+        together = batch_in_order(self.batches, self.rows, self.pad_token_id, trim)
         other = with_other_labels(together, rows)
         strongest = together if other is None else other
         whole, calls = meter.first(strongest, gradient=not self.is_public)

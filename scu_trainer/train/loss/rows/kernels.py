@@ -30,9 +30,9 @@ from scu_trainer.train.loss.rows.products import (
     add_product,
     aligned,
     compiles_shapes,
-    filled_up,
     from_words,
     goes_through_onednn,
+    pad_to_aligned,
     to_words,
 )
 from scu_trainer.train.loss.rows.softmax import kernel_for, reads_half
@@ -49,18 +49,18 @@ CARD_SHARE, MOST_ROWS_ON_CARD = 64, 2048
 """On a GPU, many small chunks are bound by kernel launches, so a chunk has up to this many rows and takes up to 1/64 of
 the memory. That is memory this process may use, not free memory: otherwise each run would sum in another order."""
 
-_CARD_BYTES: ContextVar[Optional[int]] = ContextVar("card_bytes", default=None)
+_CARD_BYTES: ContextVar[Optional[int]] = ContextVar("usable_gpu_bytes", default=None)
 
 
 def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
     """Return ROWS, or on a CUDA ``device`` the rows whose float32 logits fill its allowed share, if more."""
-    allowed_bytes = _CARD_BYTES.get() or card_bytes(device)
+    allowed_bytes = _CARD_BYTES.get() or usable_gpu_bytes(device)
     if allowed_bytes is None:
         return ROWS
     return min(MOST_ROWS_ON_CARD, max(ROWS, allowed_bytes // CARD_SHARE // (4 * vocab)))
 
 
-def card_bytes(device: Optional[torch.device]) -> Optional[int]:
+def usable_gpu_bytes(device: Optional[torch.device]) -> Optional[int]:
     """Return how much memory of a CUDA ``device`` this process may use; None for other devices."""
     if device is None or device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -69,7 +69,7 @@ def card_bytes(device: Optional[torch.device]) -> Optional[int]:
 
 
 @contextlib.contextmanager
-def chunks_as_on_card(allowed_bytes: Optional[int]) -> Iterator[None]:
+def chunks_as_on_gpu(allowed_bytes: Optional[int]) -> Iterator[None]:
     """Use the chunk size of a GPU with this much usable memory on any device; None changes nothing.
 
     For estimates (train/memory_estimate), where tensors without content on the CPU stand for those of a GPU.
@@ -284,7 +284,7 @@ class _OutputLayer:
 
     def filled(self, rows: Tensor) -> Tensor:
         """Append rows of zeros if products should have few different numbers of rows."""
-        return filled_up(rows) if self.fills else rows
+        return pad_to_aligned(rows) if self.fills else rows
 
     def as_factor(self, signal: Tensor) -> Tensor:
         """Return the gradient with respect to the logits in the dtype of products, ``filled``."""

@@ -24,7 +24,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from scu_trainer.train.loss.rows.gradient_sums import can_add_rows, embed
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy
-from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, head_on_few_sizes, on_rows
+from scu_trainer.train.loss.rows.padding_free import FLASH, EndToEnd, fill_up_head_inputs, on_rows
 from scu_trainer.train.loss.rows.products import compiles_shapes
 from scu_trainer.train.loss.rows.row_readings import RowLosses, row_losses, shifted
 from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host
@@ -60,11 +60,11 @@ def has_causal_loss(trainer: Trainer) -> bool:
     if any("compute_loss" in vars(kind) and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         return False
     is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    replaces_loss = trainer.args.torch_compile or ligers_loss(trainer.args)
+    replaces_loss = trainer.args.torch_compile or liger_replaces_loss(trainer.args)
     return computes_causal_loss(trainer.model) and not is_changed and not replaces_loss
 
 
-def ligers_loss(training: TrainingArguments) -> bool:
+def liger_replaces_loss(training: TrainingArguments) -> bool:
     """Return whether Liger replaces the model's loss, as it does by default; its layers do not change the loss."""
     kernels = training.liger_kernel_config or {}
     has_own = kernels.get("fused_linear_cross_entropy", True) or kernels.get("cross_entropy", False)
@@ -92,7 +92,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-def own_loss_between(trainer: Trainer) -> Optional[str]:
+def user_loss_below(trainer: Trainer) -> Optional[str]:
     """Return the class that computes the loss from the model's outputs; None if that is the stock Trainer.
 
     A ``compute_loss`` that overrides ours only gets the loss from it and does not see the model's outputs.
@@ -101,7 +101,7 @@ def own_loss_between(trainer: Trainer) -> Optional[str]:
     return None if owner is None else owner.__name__
 
 
-class Measured:
+class ReplacedFunction:
     """Call ``measured`` instead of ``function``, but remember ``function``, so that its owner can still be found."""
 
     def __init__(self, function: Callable, measured: Callable) -> None:
@@ -111,10 +111,10 @@ class Measured:
         return self._measured(*given, **named)
 
 
-def own_loss_above(trainer: Trainer) -> Optional[str]:
+def user_loss_above(trainer: Trainer) -> Optional[str]:
     """Return the owner of a ``compute_loss`` that calls ours: a class name, "this trainer" or None."""
     item, kinds = vars(trainer).get("compute_loss"), type(trainer).__mro__
-    while isinstance(item, Measured):
+    while isinstance(item, ReplacedFunction):
         item = item.function
     if item not in (None, MethodType(type(trainer).compute_loss, trainer)):
         return "this trainer"
@@ -122,24 +122,24 @@ def own_loss_above(trainer: Trainer) -> Optional[str]:
     return next((kind.__name__ for kind in above if "compute_loss" in vars(kind)), None)
 
 
-def counting_owner(trainer: Trainer) -> Optional[Trainer]:
+def trainer_that_counts(trainer: Trainer) -> Optional[Trainer]:
     """Return ``trainer`` if its own ``compute_loss`` or ``training_step`` may count in attributes, as TRL's do."""
-    is_own = own_loss_between(trainer) or own_loss_above(trainer) or defined_between(trainer, "training_step")
+    is_own = user_loss_below(trainer) or user_loss_above(trainer) or defined_between(trainer, "training_step")
     return trainer if is_own else None
 
 
-def counting(trainer: Trainer) -> Callable[[], tuple[list[Any], Optional[Trainer]]]:
+def changing_objects_of(trainer: Trainer) -> Callable[[], tuple[list[Any], Optional[Trainer]]]:
     """Return a function that lists the objects whose attributes may change during a step, and the counting trainer.
 
     The objects are the user's own modules, TRL's reward functions, tools and environments, and the trainer's state, in
     which TRL counts generated tokens. It is a function because environments may be created during training.
     """
     own = [module for module in trainer.model.modules() if not comes_from(type(module), *PUBLIC)]
-    owner = counting_owner(trainer)
-    return lambda: ([*own, *rewarding(trainer), trainer.state], owner)
+    owner = trainer_that_counts(trainer)
+    return lambda: ([*own, *reward_objects_of(trainer), trainer.state], owner)
 
 
-def rewarding(trainer: Trainer) -> list[Any]:
+def reward_objects_of(trainer: Trainer) -> list[Any]:
     """Return TRL's reward functions and objects, tools and environments; a repeated step calls them again.
 
     Models among them are left out.
@@ -166,7 +166,7 @@ def weights_dtype(model: torch.nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def own_forward_of(model: torch.nn.Module) -> Optional[str]:
+def user_forward_of(model: torch.nn.Module) -> Optional[str]:
     """Name the model's forward if it is neither transformers' nor ours, because it may use more than the loss."""
     kind = next(kind for kind in type(inner_model(model)).__mro__ if "forward" in vars(kind))
     return None if comes_from(kind, "transformers", "scu_trainer") else f"forward of {kind.__name__}"
@@ -179,7 +179,7 @@ def defined_between(trainer: Trainer, method: str) -> Optional[type]:
     return None if owner is Trainer else owner
 
 
-def step_of_batches(trainer: Trainer) -> Optional[str]:
+def trl_step_per_batch(trainer: Trainer) -> Optional[str]:
     """Return TRL's class whose ``training_step`` generates from each batch, or trains on the next part of what was
     generated; None for those that only pass the batch on."""
     kinds = [kind for kind in type(trainer).__mro__ if "training_step" in vars(kind) and comes_from(kind, "trl")]
@@ -318,7 +318,7 @@ def opened(
             loss = loss / (num_items.to(loss.device) if torch.is_tensor(num_items) else num_items)
         return loss, tokens
 
-    filled = contextlib.nullcontext() if rows is None else head_on_few_sizes(head_of(model), rows)
+    filled = contextlib.nullcontext() if rows is None else fill_up_head_inputs(head_of(model), rows)
     with filled, _loss_function(model, loss_of, seen, rows):
         yield
 

@@ -28,10 +28,10 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from scu_trainer.control.splitting import few_sizes
+from scu_trainer.control.splitting import rounded_up_size
 from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.train.loss.rows.shared_prefixes import SharedPrefixes, shared_prefixes, with_states
-from scu_trainer.train.step.batches.rows import NOT_LEARNED, on_host, on_its_way
+from scu_trainer.train.step.batches.rows import NOT_LEARNED, copied_async, on_host
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 ROWS = "rows_end_to_end"
@@ -53,8 +53,9 @@ class EndToEnd:
     token in (rows · time,). ``positions`` (1, tokens): position of each token in its row. ``borders`` (rows + 1,),
     int32: number of tokens before each row, and of all. They are on the model's device; ``known_places`` are the places
     on the host. ``prefixes``: prefixes that rows share, if any. ``wants_few_sizes``: whether filler tokens are added in
-    layers, attention and head, up to one of ``few_sizes``; in the layers up to ``token_cap`` at most. ``seen``: number
-    of tokens in each pass through the layers. ``attended``: filled by ``_attention`` whenever it uses these rows.
+    layers, attention and head, up to one of ``rounded_up_size``; in the layers up to ``token_cap`` at most. ``seen``:
+    number of tokens in each pass through the layers. ``attended``: filled by ``_attention`` whenever it
+    uses these rows.
     """
 
     lengths: tuple[int, ...]
@@ -114,7 +115,7 @@ def end_to_end(
         return None
     positions = (places % known.size(1)).unsqueeze(0)
     borders = functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    on_device = (on_its_way(tensor, mask.device) for tensor in (places, positions, borders))
+    on_device = (copied_async(tensor, mask.device) for tensor in (places, positions, borders))
     return EndToEnd(
         tuple(lengths.tolist()), tuple(known.shape), places, *on_device, prefixes, wants_few_sizes, token_cap
     )
@@ -155,7 +156,7 @@ def on_rows(body: torch.nn.Module, rows: Optional[EndToEnd]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def head_on_few_sizes(head: torch.nn.Module, rows: EndToEnd) -> Iterator[None]:
+def fill_up_head_inputs(head: torch.nn.Module, rows: EndToEnd) -> Iterator[None]:
     """Append filler states to the states (1, tokens, size) that ``head`` gets, as is done for the layers."""
     forward = head.forward
 
@@ -169,7 +170,7 @@ def head_on_few_sizes(head: torch.nn.Module, rows: EndToEnd) -> Iterator[None]:
 
 def _filler_tokens(tokens: int, rows: EndToEnd, most: Optional[int] = None) -> int:
     """Return the number of filler tokens to append to ``tokens``."""
-    return few_sizes(tokens, most) - tokens if rows.wants_few_sizes else 0
+    return rounded_up_size(tokens, most) - tokens if rows.wants_few_sizes else 0
 
 
 def _flash_arguments(rows: EndToEnd) -> dict[str, Any]:
@@ -206,7 +207,7 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     rows.attended.append(True)
     prefixes, given = rows.prefixes, query.size(2)
     tokens = len(rows.places if prefixes is None else prefixes.kept)
-    query, key, value = in_one_type(query, key, value)
+    query, key, value = cast_to_autocast_type(query, key, value)
     if given > tokens:
         query, key, value = (each[:, :, :tokens] for each in (query, key, value))
     if prefixes is not None:
@@ -220,7 +221,7 @@ def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, sc
     return output, None
 
 
-def in_one_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cast_to_autocast_type(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast to autocast's dtype like stock attention: float32 rotary positions make queries and keys float32."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
@@ -242,7 +243,7 @@ def has_flash(query: Tensor) -> bool:
     return has_size and torch.cuda.get_device_capability(query.device) >= AMPERE
 
 
-def takes_groups(query: Tensor) -> bool:
+def supports_grouped_keys(query: Tensor) -> bool:
     """Return whether keys may have fewer heads than these queries.
 
     On a GPU without flash attention, only the kernel that materializes (length, length) for each head supports that.
@@ -271,7 +272,7 @@ def _attend_with_kernel(query, key, value, dropout, scaling, rows: EndToEnd) -> 
 
 def _attend_by_length(query, key, value, dropout, scaling, rows: EndToEnd) -> Tensor:
     """Call attention once for each run of neighboring rows of equal length; sorted micro-batches have long runs."""
-    if not takes_groups(query):
+    if not supports_grouped_keys(query):
         key, value = (repeat_kv(each, query.size(1) // each.size(1)) for each in (key, value))
     groups = [(length, len(list(same))) for length, same in itertools.groupby(rows.lengths)]
     sizes = [length * count for length, count in groups]

@@ -46,7 +46,7 @@ SCHEMA = (
 def to_words(rows: Tensor, weight: Tensor, bias: Optional[Tensor], out: Tensor) -> None:
     """Compute out (rows, vocab) = rows (rows, size) · weightᵀ + bias."""
     if goes_through_onednn(weight):
-        filled = filled_up(rows)
+        filled = pad_to_aligned(rows)
         for start in range(0, len(weight), BLOCK_WORDS):
             words = slice(start, start + BLOCK_WORDS)
             out[:, words] = by_onednn(filled, weight[words], None if bias is None else bias[words])[: len(rows)]
@@ -107,7 +107,7 @@ def compiles_shapes(device: str, dtype: torch.dtype) -> bool:
     return device == "cpu" and dtype.is_floating_point and dtype.itemsize == 2 and torch.backends.mkldnn.enabled
 
 
-def filled_up(rows: Tensor) -> Tensor:
+def pad_to_aligned(rows: Tensor) -> Tensor:
     """Pad ``rows`` (rows, size) with zeros to ``aligned`` rows."""
     return pad(rows, (0, 0, 0, aligned(len(rows)) - len(rows)))
 

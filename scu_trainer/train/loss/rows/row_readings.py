@@ -101,7 +101,7 @@ class RowLossReading:
                 return RowLosses(sums, counts)
             return RowLosses(sums, counts, labels.reshape(-1), logits_of(outputs).argmax(dim=-1).reshape(-1))
 
-    def seen_in(self, outputs: Any) -> RowLossReading:
+    def with_gradient_of(self, outputs: Any) -> RowLossReading:
         """Return this reading with ``has_gradient`` as these ``outputs`` have it."""
         name = {"own": "losses", "log_probs": "log_probs"}.get(self.kind)
         tensor = logits_of(outputs) if name is None else outputs[name]
@@ -173,7 +173,7 @@ def _kind_of_calls(calls: Sequence[Call], labels: Any) -> Optional[str]:
 NUMBERS = {functional.mse_loss: "numbers", functional.binary_cross_entropy_with_logits: "several"}
 
 
-def with_labels_of_others(labels: torch.Tensor, classes: int) -> torch.Tensor:
+def with_wrong_labels(labels: torch.Tensor, classes: int) -> torch.Tensor:
     """Replace every label by another class; a reading that fits only by chance does not fit these labels."""
     step = 1 + torch.arange(len(labels), device=labels.device).reshape(-1, *([1] * (labels.dim() - 1)))
     return torch.where(labels >= 0, (labels + step) % classes, labels)

@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import torch
 
-from scu_trainer.control.splitting import few_sizes
+from scu_trainer.control.splitting import rounded_up_size
 
 NOT_LEARNED = -100
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ class Batch:
         def rounded(tokens: int, beside: int) -> int:
             most = max(tokens, most_tokens)
             is_within = token_cap is not None and tokens + beside <= token_cap
-            return few_sizes(tokens, min(most, token_cap - beside) if is_within else most)
+            return rounded_up_size(tokens, min(most, token_cap - beside) if is_within else most)
 
         if not self.needed_decoder:
             self.needed = [rounded(own, 0) for own in self.needed]
@@ -315,7 +315,7 @@ def placed(inputs: Any, device: torch.device) -> Any:
     """
     if not isinstance(inputs, Mapping):
         return inputs
-    moved = {name: on_its_way(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    moved = {name: copied_async(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}
     if all(moved[name] is value for name, value in inputs.items()):
         return inputs
     for name in ("input_ids", "labels", "attention_mask"):
@@ -325,7 +325,7 @@ def placed(inputs: Any, device: torch.device) -> Any:
     return type(inputs)(moved)
 
 
-def looked_at(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_host_copies(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``inputs`` with the host copies that ``placed`` would have left for ``on_host``. Waits for the device."""
     for name in ("labels", "attention_mask"):
         value = inputs.get(name)
@@ -334,7 +334,7 @@ def looked_at(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return inputs
 
 
-def on_its_way(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copied_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``tensor`` on ``device``, copied while the host continues."""
     if device.type == "cuda" and tensor.device == CPU and not tensor.is_pinned():
         tensor = tensor.pin_memory()  # otherwise the driver copies it first, and may wait for the device
@@ -399,7 +399,7 @@ class _Selection:
         key = (number, tensor.device)
         if key not in self._indices:
             index = torch.tensor(rows)
-            self._indices[key] = index if tensor.device == CPU else on_its_way(index, tensor.device)
+            self._indices[key] = index if tensor.device == CPU else copied_async(index, tensor.device)
         return tensor[self._indices[key]]
 
 

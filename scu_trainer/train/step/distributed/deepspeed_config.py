@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 from transformers import TrainingArguments
 
-from scu_trainer.errors import SettingsError, nearest
-from scu_trainer.settings.base import plain
+from scu_trainer.errors import SettingsError, did_you_mean
+from scu_trainer.settings.base import as_typed
 from scu_trainer.train.step.distributed.deepspeed_start import FILE_VARIABLE
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -36,7 +36,7 @@ def source_of(training: TrainingArguments) -> str:
     return os.environ.get(FILE_VARIABLE) or BY_LAUNCHER
 
 
-def fill(training: TrainingArguments) -> dict[str, Any]:
+def fill_auto_values(training: TrainingArguments) -> dict[str, Any]:
     """Return the configuration of ``--deepspeed`` or ``accelerate launch``, with each "auto" filled in.
 
     The stock Trainer does that after the model is loaded. Raises SettingsError if configuration and settings contradict
@@ -71,7 +71,7 @@ def check_schedule(config: dict[str, Any], training: TrainingArguments, source: 
     """Raise SettingsError if the optimizer or schedule of the file would replace what the settings ask for."""
     schedule = config.get("scheduler", {})
     equivalent = SCHEDULES.get(schedule.get("type"))
-    requested = plain(training.lr_scheduler_type)
+    requested = as_typed(training.lr_scheduler_type)
     if schedule and equivalent != requested:
         raise SettingsError(
             f"{source} says scheduler {schedule.get('type')}, the configuration says lr_scheduler_type {requested}; "
@@ -81,7 +81,7 @@ def check_schedule(config: dict[str, Any], training: TrainingArguments, source: 
     if schedule:
         _check_lengths(schedule.get("params", {}), training, source)
     optimizer = config.get("optimizer", {}).get("type")
-    requested = plain(training.optim)
+    requested = as_typed(training.optim)
     if optimizer and not (optimizer.lower() in ("adam", "adamw") and requested.startswith("adamw_torch")):
         raise SettingsError(
             f"{source} says optimizer {optimizer}, the configuration says optim {requested}; remove optimizer from the "
@@ -118,7 +118,9 @@ def check_keys(config: dict[str, Any], source: str) -> None:
         raise SettingsError(f"{source}: {_first_error(error)}") from error
     except (AssertionError, ValueError, DeepSpeedConfigError) as error:
         raise SettingsError(f"{source}: {error}") from error
-    unknown = [f"{name!r}{nearest(name, recorder.names)}" for name in config if name not in recorder.names | OURS_ONLY]
+    unknown = [
+        f"{name!r}{did_you_mean(name, recorder.names)}" for name in config if name not in recorder.names | OURS_ONLY
+    ]
     if unknown:
         raise SettingsError(f"{source}: unknown key {', '.join(unknown)}; DeepSpeed would ignore it, so remove it")
 
@@ -153,7 +155,7 @@ def _first_error(error) -> str:
     if matches["type"] != "extra_forbidden":
         return f"{name} is {matches['input']!r}: {matches['msg'][0].lower()}{matches['msg'][1:]}"
     *sections, last = matches["loc"]
-    return f"unknown key {name!r}{nearest(str(last), _names_in(error.title, sections))}; remove it, or correct it"
+    return f"unknown key {name!r}{did_you_mean(str(last), _names_in(error.title, sections))}; remove it, or correct it"
 
 
 def _names_in(title: str, sections: list[str]) -> list[str]:

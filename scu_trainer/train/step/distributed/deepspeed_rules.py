@@ -8,19 +8,25 @@ from typing import Any, Optional
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError, ControlError, SettingsError
-from scu_trainer.models.loading.dispatch import asks_for_fsdp
+from scu_trainer.models.loading.dispatch import is_fsdp_requested
 from scu_trainer.settings import MemorySettings, ModelSettings, RegularizationSettings
-from scu_trainer.settings.base import plain
-from scu_trainer.train.regularization.zero import refuse_stage
-from scu_trainer.train.step.distributed.deepspeed_config import BY_LAUNCHER, check_keys, check_schedule, fill, source_of
+from scu_trainer.settings.base import as_typed
+from scu_trainer.train.regularization.zero import check_zero_stage
+from scu_trainer.train.step.distributed.deepspeed_config import (
+    BY_LAUNCHER,
+    check_keys,
+    check_schedule,
+    fill_auto_values,
+    source_of,
+)
 from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
 from scu_trainer.train.step.distributed.ranks_deepspeed import refuse_timers
 from scu_trainer.train.step.distributed.sharded import (
     IN_SHARDS,
     WHOLE,
+    advice_to_use_weights,
     check_fsdp,
     form_of_fsdp,
-    or_from_its_weights,
     saved_form,
 )
 
@@ -53,7 +59,7 @@ def check_deepspeed(
         return
     share_process_group()
     source = source_of(training)
-    config = fill(training)
+    config = fill_auto_values(training)
     check_keys(config, source)
     check_schedule(config, training, source)
     if config.get("fp16", {}).get("enabled") is True and training.device.type == "cpu":
@@ -78,11 +84,11 @@ def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only
         return check_fsdp(checkpoint, form_of_fsdp(training))
     if saved is None:
         return
-    needs_own_files = uses_deepspeed(training) or asks_for_fsdp(training)
+    needs_own_files = uses_deepspeed(training) or is_fsdp_requested(training)
     fresh = "" if needs_own_files else ", resume with --weights_only (the optimizer starts over),"
     raise CheckpointError(
         f"{checkpoint} was saved {saved}, and this run is {here}: it cannot read that optimizer state; start it as "
-        f"before{fresh}{or_from_its_weights(checkpoint)}"
+        f"before{fresh}{advice_to_use_weights(checkpoint)}"
     )
 
 
@@ -154,7 +160,7 @@ def _check_optimizer(config: dict[str, Any], training: TrainingArguments) -> Non
     each rank a slice of it."""
     if "optimizer" in config or zero_stage(training) == 0:
         return
-    name = plain(training.optim)
+    name = as_typed(training.optim)
     if name.startswith(WANT_SHAPES):
         raise SettingsError(
             f"optim {name} needs the rows and columns of each weight, but ZeRO gives it one flat vector of all "
@@ -169,7 +175,7 @@ def _check_loops(
     stage = zero_stage(training)
     # without steering, S is simply not reported if it cannot be measured
     if regularization is not None and regularization.steers:
-        refuse_stage(stage, regularization.resolved_actuator)
+        check_zero_stage(stage, regularization.resolved_actuator)
     if memory.acts and stage == 0:
         raise ControlError(
             "memory control works under ZeRO stage 1, 2 and 3, this is stage 0; change zero_optimization.stage to 2, "

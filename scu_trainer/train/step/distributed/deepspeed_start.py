@@ -42,7 +42,7 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
 
 
 @contextlib.contextmanager
-def builds_are_said(say: Callable[[str], None]) -> Iterator[None]:
+def builds_reported(say: Callable[[str], None]) -> Iterator[None]:
     """Inside, call ``say`` with a line when DeepSpeed compiles, silently for minutes, or waits for another build.
 
     A killed build leaves a lock file behind, for which torch waits forever.

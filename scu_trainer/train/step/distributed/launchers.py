@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
 from scu_trainer.errors import ControlError
-from scu_trainer.settings.base import plain
+from scu_trainer.settings.base import as_typed
 from scu_trainer.train.step.distributed.ranks import OFF, DdpRanks, Ranks, ShardedRanks
 from scu_trainer.train.step.distributed.ranks_deepspeed import deepspeed_ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp
@@ -66,7 +66,7 @@ def refuse_fields(args: TrainingArguments) -> None:
             "auto_find_batch_size restarts training with a smaller batch, but memory control fits the requested "
             f"batch into memory; set auto_find_batch_size: false, or {OFF}"
         )
-    optimizer = plain(args.optim)
+    optimizer = as_typed(args.optim)
     if "lomo" in optimizer or "layerwise" in optimizer:
         raise ControlError(
             f"optim {optimizer} changes weights during backward, where no micro-batch can be undone; use an "

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scu_trainer.errors import ControlError
-from scu_trainer.train.step.recovery.optimizer_parts import alike
+from scu_trainer.train.step.recovery.optimizer_parts import by_device_and_dtype
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class ShardedRanks(Ranks):
         )
 
 
-def of_one_rank(found: Optional[T], urgency: int, device: torch.device) -> Optional[T]:
+def from_most_urgent_rank(found: Optional[T], urgency: int, device: torch.device) -> Optional[T]:
     """Return ``found`` of the first rank with the highest ``urgency`` on all ranks; None if each urgency is 0.
 
     Every rank must call it at the same place. found: without tensors on a GPU, which would arrive on the sender's.
@@ -196,7 +196,7 @@ def in_buckets(
 def _buckets(tensors: Iterable[torch.Tensor], limit_bytes: int, alone_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Yield lists of one dtype and device, each at most ``limit_bytes`` or a single tensor of at least
     ``alone_bytes``."""
-    for same_kind in alike(tensors):
+    for same_kind in by_device_and_dtype(tensors):
         bucket, size_bytes = [], 0
         for tensor in same_kind:
             if tensor.nbytes >= alone_bytes:

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from scu_trainer.errors import CheckpointError
-from scu_trainer.models.loading.dispatch import asks_for_fsdp
+from scu_trainer.models.loading.dispatch import is_fsdp_requested
 from scu_trainer.models.loading.offloaded import input_device
-from scu_trainer.models.quantize import numbers_in
+from scu_trainer.models.quantize import weight_count_of
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ WHOLE, IN_SHARDS = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 def weight_count(parameter: nn.Parameter) -> int:
     """Return how many numbers a parameter has, also for a shard, or for two numbers per byte (4 bits)."""
-    return getattr(parameter, "ds_numel", numbers_in(parameter))
+    return getattr(parameter, "ds_numel", weight_count_of(parameter))
 
 
 def trained_bytes(model: nn.Module) -> int:
@@ -64,7 +64,7 @@ def form_of_fsdp(training: TrainingArguments) -> Optional[str]:
 
     None without FSDP, or if accelerate trains data parallel instead (on a CPU, or with one process).
     """
-    if not asks_for_fsdp(training) or training.distributed_state.distributed_type.value in ("NO", "MULTI_CPU"):
+    if not is_fsdp_requested(training) or training.distributed_state.distributed_type.value in ("NO", "MULTI_CPU"):
         return None
     made = AcceleratorState._shared_state.get("fsdp_plugin")
     return (made or FullyShardedDataParallelPlugin(**(training.fsdp_plugin_args or {}))).state_dict_type.name
@@ -102,11 +102,11 @@ def check_fsdp(checkpoint: Path, form: Optional[str]) -> None:
     was, now = ("under FSDP", "without") if own else ("without FSDP or with save_only_model", "under")
     raise CheckpointError(
         f"{checkpoint} was saved {was}, and this run is {now} FSDP: it cannot read those files; start it as "
-        f"before{or_from_its_weights(checkpoint)}"
+        f"before{advice_to_use_weights(checkpoint)}"
     )
 
 
-def or_from_its_weights(checkpoint: Path) -> str:
+def advice_to_use_weights(checkpoint: Path) -> str:
     """Return advice to start a new run from the weights; empty if they are in shards, which no other launch reads."""
     is_whole = any(checkpoint.glob("*model*.safetensors"))
     return " or begin another run from its weights with model_name_or_path" if is_whole else ""
@@ -122,7 +122,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-class Beforehand(TrainerCallback, Generic[T]):
+class BeforeFirstStep(TrainerCallback, Generic[T]):
     """A measurement of the model before its first step.
 
     It is made immediately or, if the model cannot run yet as it will in training, on all ranks when training begins. A

@@ -70,7 +70,7 @@ class Halving:
         logger.warning("evaluation ran out of memory with %d rows at once; %d from now on", rows, self.largest_rows)
 
 
-class Together(Halving):
+class AllRowsAtOnce(Halving):
     """Runs all rows at once, for a model with shards on several ranks.
 
     If one rank runs out of memory, the others wait inside the same forward pass, so none can run it again.

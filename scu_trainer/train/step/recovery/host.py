@@ -8,7 +8,7 @@ from typing import Optional
 
 import torch
 
-from scu_trainer.run_files import readable
+from scu_trainer.run_files import format_bytes
 from scu_trainer.train.step.recovery.memory import CpuGauge, Gauge, free_memory
 
 logger = logging.getLogger("scu_trainer")
@@ -50,7 +50,7 @@ class HostMemory:
             "step %d: %s of main memory are in use, more than the threshold of %s; this run freed %s by garbage "
             "collection",
             step,
-            readable(reading.used_bytes),
-            readable(threshold_bytes),
-            readable(freed_bytes),
+            format_bytes(reading.used_bytes),
+            format_bytes(threshold_bytes),
+            format_bytes(freed_bytes),
         )

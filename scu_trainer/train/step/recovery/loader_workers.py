@@ -26,12 +26,12 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, IterableDataset
 
 from scu_trainer.data.numbered import Numbered
-from scu_trainer.data.random_states import put_back, states
-from scu_trainer.hardware.heap import give_back_freed
+from scu_trainer.data.random_states import restore_rng_states, rng_states
+from scu_trainer.hardware.heap import release_freed_memory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 
-class LeaveSignals:
+class IgnoreSignals:
     """A ``worker_init_fn`` that ignores signals and then calls ``inner``.
 
     A second SIGTERM is obeyed: it comes from the run, because the worker hangs.
@@ -70,11 +70,11 @@ def _send_error(queue: Queue, worker_id: int, print_error: Callable[..., None], 
     queue.put((number, ExceptionWrapper((type(error), error, error.__traceback__), where)))
 
 
-def shield(loader: Any) -> Any:
+def protect_workers(loader: Any) -> Any:
     """Return ``loader`` with workers that ignore signals and report every batch that they cannot send."""
     inner = getattr(loader, "base_dataloader", loader)  # accelerate's loaders wrap the real one
     if isinstance(inner, DataLoader) and inner.num_workers > 0:
-        inner.worker_init_fn = LeaveSignals(inner.worker_init_fn)
+        inner.worker_init_fn = IgnoreSignals(inner.worker_init_fn)
         inner._get_iterator = functools.partial(_iterator_with_workers, inner)
     return loader
 
@@ -85,7 +85,7 @@ def _iterator_with_workers(loader: DataLoader) -> Any:
     return iterator
 
 
-def collated_again(collate: Callable[[Any], Any], rows: Any) -> Any:
+def collate_with_retry(collate: Callable[[Any], Any], rows: Any) -> Any:
     """Return ``collate(rows)``; if it runs out of memory, call it once more, so that no batch is lost.
 
     The second call gets copies of the original rows, because some collators write into them. Raises what it raises.
@@ -93,7 +93,7 @@ def collated_again(collate: Callable[[Any], Any], rows: Any) -> Any:
     return _with_one_retry(functools.partial(collate, rows), functools.partial(collate, _copied(rows)))
 
 
-class ReadsAgain:
+class RetryingRows:
     """The rows of a map-style dataset for a loader's fetcher; a read that runs out of memory is repeated once."""
 
     def __init__(self, rows: Any) -> None:
@@ -116,12 +116,12 @@ def _with_one_retry(first: Callable[[], Any], second: Optional[Callable[[], Any]
 
     second: None for ``first`` again. draws: False if ``first`` never changes the random states.
     """
-    before = states() if draws else []
+    before = rng_states() if draws else []
     with CatchOutOfMemory():
         return first()
     gc.collect()  # no cache of a device is freed, because this may be a worker process
-    give_back_freed()
-    put_back(before)
+    release_freed_memory()
+    restore_rng_states(before)
     return (second or first)()
 
 
@@ -132,13 +132,13 @@ def _copied(rows: Any) -> Any:
     return rows.copy() if isinstance(rows, (dict, UserDict)) else rows
 
 
-def loading_again(loader: Any) -> Any:
+def loader_with_retries(loader: Any) -> Any:
     """Return ``loader`` with a collator, and in this process reads of rows, that are repeated if memory runs out."""
     inner = getattr(loader, "base_dataloader", loader)
     if not isinstance(inner, DataLoader):
         return loader
     if inner.collate_fn is not None:
-        inner.collate_fn = functools.partial(collated_again, inner.collate_fn)
+        inner.collate_fn = functools.partial(collate_with_retry, inner.collate_fn)
     if inner.num_workers == 0 and not isinstance(inner.dataset, IterableDataset):
         inner._get_iterator = functools.partial(_iterator_that_reads_again, inner)
     return loader
@@ -148,7 +148,7 @@ def _iterator_that_reads_again(loader: DataLoader) -> Any:
     iterator = type(loader)._get_iterator(loader)
     fetcher = getattr(iterator, "_dataset_fetcher", None)
     if fetcher is not None:
-        fetcher.dataset = ReadsAgain(fetcher.dataset)
+        fetcher.dataset = RetryingRows(fetcher.dataset)
     return iterator
 
 

@@ -22,7 +22,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware import cgroup
-from scu_trainer.hardware.heap import give_back_freed
+from scu_trainer.hardware.heap import release_freed_memory
 
 CPU = torch.device("cpu")
 
@@ -183,7 +183,7 @@ class CpuGauge(Gauge):
 
     def reset(self, exact: bool = False) -> None:
         if exact:
-            give_back_freed()
+            release_freed_memory()
             self._container_limit_bytes = cgroup.memory_limit_bytes(self._root)
         if self._keeps_peak:
             self._restart_peak()
@@ -283,7 +283,7 @@ def free_memory(device: torch.device = CPU) -> int:
     before_bytes = _held_bytes(device)
     gc.collect()
     clear_device_cache()
-    give_back_freed()
+    release_freed_memory()
     return max(before_bytes - _held_bytes(device), 0)
 
 

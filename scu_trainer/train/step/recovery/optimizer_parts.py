@@ -70,9 +70,11 @@ class SavedPart:
         self._state = optimizer.state
         self._parameters = [parameter for parameter, _ in part.pairs]
         self._entries = {p: _protected_entry(self._state[p]) for p in self._parameters if p in self._state}
-        state = (tensor for entry in self._entries.values() for value in entry.values() for tensor in stored(value))
+        state = (
+            tensor for entry in self._entries.values() for value in entry.values() for tensor in plain_tensors_of(value)
+        )
         gradients = (gradient for _, gradient in part.pairs if _writes_gradients(optimizer))
-        kinds = alike((*self._parameters, *state, *gradients))
+        kinds = by_device_and_dtype((*self._parameters, *state, *gradients))
         self._copies = [copy for tensors in kinds for copy in _copies(tensors, part.copy_to_host)]
 
     def restore(self) -> None:
@@ -93,16 +95,16 @@ def _protected_entry(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: shallow_copy(value) if hasattr(value, "ortho_matrix") else value for name, value in entry.items()}
 
 
-def stored(value: Any) -> Iterator[torch.Tensor]:
+def plain_tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the plain tensors of ``value``: itself, or the codes and scales of a quantized tensor."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
-            yield from stored(getattr(value, name))
+            yield from plain_tensors_of(getattr(value, name))
     elif isinstance(value, torch.Tensor):
         yield value
 
 
-def alike(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Return the tensors grouped by device and dtype."""
     groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:

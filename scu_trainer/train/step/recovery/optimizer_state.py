@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.train.step.recovery.optimizer_parts import ParameterGroupPart, stored
+from scu_trainer.train.step.recovery.optimizer_parts import ParameterGroupPart, plain_tensors_of
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger(__name__)
@@ -160,10 +160,12 @@ class _StopAtFirstWrite(TorchDispatchMode):
 
 def _storages(values: Iterable[Any]) -> set[int]:
     """Return the addresses of the storages, which are equal for views of the same tensor."""
-    return {part.untyped_storage().data_ptr() for value in values for part in stored(value)}
+    return {part.untyped_storage().data_ptr() for value in values for part in plain_tensors_of(value)}
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of all tensors in the state; a tensor that several parameters share counts once."""
-    tensors = {id(v): v for entry in optimizer.state.values() for value in entry.values() for v in stored(value)}
+    tensors = {
+        id(v): v for entry in optimizer.state.values() for value in entry.values() for v in plain_tensors_of(value)
+    }
     return sum(tensor.nbytes for tensor in tensors.values())

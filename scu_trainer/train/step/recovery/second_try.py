@@ -2,7 +2,7 @@
 
     CatchOutOfMemory   around code that may fail: every recovery begins with it
     second_try         for work that changes nothing before it succeeds: measuring, copying, counting, joining
-    last_word          around a whole training or evaluation: any other out-of-memory error ends with our message
+    out_of_memory_reported  around a whole training or evaluation: any other out-of-memory error ends with our message
 
 A micro-batch (``attempts.py``) and the optimizer (``optimizer_guard.py``) can try smaller parts; this work cannot.
 """
@@ -29,7 +29,7 @@ from scu_trainer.train.step.recovery.out_of_memory import (
 Result = TypeVar("Result")
 
 
-def more_room(instead: str) -> str:
+def memory_advice(instead: str) -> str:
     """Return advice on memory. ``instead``: settings that use less, in words."""
     return (
         "Leave more room: lower max_batch_size or per_device_train_batch_size, raise target_headroom_gb, use "
@@ -37,7 +37,7 @@ def more_room(instead: str) -> str:
     )
 
 
-MORE_ROOM = more_room("tuning: lora or a smaller model")
+MORE_ROOM = memory_advice("tuning: lora or a smaller model")
 SMALLER_LOADER = (
     "Lower dataloader_num_workers, dataloader_prefetch_factor or the batch size (per_device_train_batch_size, "
     "per_device_eval_batch_size), or shorten the rows (block_size); where shared memory is short, give /dev/shm more "
@@ -114,7 +114,7 @@ def second_try(
 
 
 @contextlib.contextmanager
-def last_word(doing: Callable[[], str]) -> Iterator[None]:
+def out_of_memory_reported(doing: Callable[[], str]) -> Iterator[None]:
     """Inside, an out-of-memory error that cannot be recovered from becomes OutOfMemory: what, where, what to change.
 
     Too many open files become RequirementError. ``doing``: returns what was running ("step 7 of training"), called only

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import TrainerState
 
-from scu_trainer.data.random_states import GENERATORS, States, of_generator, put_back, states
+from scu_trainer.data.random_states import GENERATORS, RngStates, generator_restorer, restore_rng_states, rng_states
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
@@ -249,7 +249,7 @@ def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attribu
     return attributes
 
 
-def put_back_attributes(attributes: Attributes, only: Callable[[Any], bool] = lambda _: True) -> None:
+def restore_attributes(attributes: Attributes, only: Callable[[Any], bool] = lambda _: True) -> None:
     """Restore ``attributes``, as often as needed. Other references to a container see its restored entries too.
 
     only: restore an attribute only if its current value passes.
@@ -277,10 +277,10 @@ def _plain_attributes(one: Any, seen: set[int]) -> dict[str, tuple[Any, Optional
         if isinstance(value, PLAIN):
             found[name] = value, None
         elif is_array(value):
-            found[name] = value, contents(value, of_array, seen)
+            found[name] = value, container_restorer(value, array_restorer, seen)
         elif isinstance(value, holders) and (held_bytes := bytes_held(value)) is not None:
-            of_other = of_array if held_bytes <= MOST_BYTES else lambda _: None
-            found[name] = value, contents(value, of_other, seen)
+            of_other = array_restorer if held_bytes <= MOST_BYTES else lambda _: None
+            found[name] = value, container_restorer(value, of_other, seen)
     return found
 
 
@@ -316,7 +316,7 @@ def is_small(value: Any) -> bool:
     return isinstance(value, PLAIN) or is_array(value)
 
 
-def contents(value: Any, of_other: Callable[[Any], Optional[PutBack]], seen: set[int]) -> Optional[PutBack]:
+def container_restorer(value: Any, of_other: Callable[[Any], Optional[PutBack]], seen: set[int]) -> Optional[PutBack]:
     """Return a function that restores the entries of a container and of those within; None if there is nothing to do.
 
     of_other: does the same for values that are not containers. seen: ids of containers and tensors already handled,
@@ -333,25 +333,25 @@ def contents(value: Any, of_other: Callable[[Any], Optional[PutBack]], seen: set
         return None
     is_map = isinstance(value, dict)
     entries = dict(value) if is_map else kind(value)
-    within = [restore for entry in _entries(value) if (restore := contents(entry, of_other, seen))]
+    within = [restore for entry in _entries(value) if (restore := container_restorer(entry, of_other, seen))]
 
-    def put_back() -> None:
+    def restore_rng_states() -> None:
         if len(value) != len(entries) or any(map(operator.is_not, _entries(value), _entries(entries))):
             kind.clear(value)  # model outputs disable their own method
             (kind.extend if kind in (list, deque) else kind.update)(value, entries)
         for restore in within:
             restore()
 
-    return put_back
+    return restore_rng_states
 
 
-def of_array(value: Any) -> Optional[PutBack]:
+def array_restorer(value: Any) -> Optional[PutBack]:
     """Return a function that restores the values of an array, tensor or generator; None for everything else."""
     if type(value) is np.ndarray:
         is_kept = value.flags.writeable and value.nbytes <= MOST_BYTES
         return functools.partial(np.copyto, value, value.copy()) if is_kept else None
     if isinstance(value, GENERATORS):
-        return of_generator(value)
+        return generator_restorer(value)
     return functools.partial(refill, value, value.clone()) if is_state(value) else None
 
 
@@ -404,8 +404,8 @@ class WindowSnapshot:
 
     def restore_surroundings(self) -> None:
         """Restore random states, attributes and buffers, but no gradients. Raises like ``ChangingBuffers.restore``."""
-        put_back(self.rng)
-        put_back_attributes(self.attributes)
+        restore_rng_states(self.rng)
+        restore_attributes(self.attributes)
         self.buffers.restore(self.copies)
 
     def gradients_touched(self) -> bool:
@@ -413,12 +413,12 @@ class WindowSnapshot:
         return self.gradients != gradient_versions(self.parameters)
 
 
-def generators(devices: Iterable[torch.device] = ()) -> States:
+def generators(devices: Iterable[torch.device] = ()) -> RngStates:
     """Return the current random states of torch (CPU and ``devices``), numpy and Python."""
-    return states() + of_devices(devices)
+    return rng_states() + random_states_of_devices(devices)
 
 
-def of_devices(devices: Iterable[torch.device]) -> States:
+def random_states_of_devices(devices: Iterable[torch.device]) -> RngStates:
     """Return the random states of the ``devices`` that are accelerators."""
     modules = [(getattr(torch, one.type), one) for one in devices if one.type not in ("cpu", "meta")]
     return [(functools.partial(m.set_rng_state, device=one), m.get_rng_state(one)) for m, one in modules]
