@@ -199,7 +199,7 @@ class FixedReplay(Loop):
         self.share, self.replay = share, Replay(rows, collator(), seed)
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        return (self.replay.beside(inputs, self.trainer._train_batch_size, self.share) for inputs in batches)
+        return (self.replay.add_to_batch(inputs, self.trainer._train_batch_size, self.share) for inputs in batches)
 
 
 def fisher(text: str, size: str, rows: Any) -> dict[str, torch.Tensor]:

@@ -126,7 +126,7 @@ TRACKING = (
     (RowLossReading, "rows"),
     (model_loss, "row_losses"),
     (Deliveries, "cut_and_count"),
-    *((CurriculumLoop, name) for name in ("see", "gather", "end_epoch", "begin_epoch", "found")),
+    *((CurriculumLoop, name) for name in ("see", "gather", "end_epoch", "begin_epoch", "set_row_loss_reading")),
 )
 
 

@@ -75,7 +75,7 @@ def unknown_option(word: str, names: Iterable[str]) -> SettingsError:
 
 
 def add_consent(parser: argparse._ActionsContainer) -> None:
-    """Add the flags that only the user may set for a model from elsewhere: see ``Subject.consenting``."""
+    """Add the flags that only the user may set for a model from elsewhere: see ``Subject.with_consent``."""
     add_switch(parser, "--trust_remote_code", "run Python code that comes with a model")
     add_switch(parser, "--allow_pickle", "also read weights stored as pickle files")
 

@@ -107,7 +107,7 @@ class Subject:
         formats = self.run.get("data", {}).get("formats", {})
         return any(AS_PLAIN_TEXT in name for name in formats)
 
-    def consenting(self, options: Any, **changes: Any) -> Subject:
+    def with_consent(self, options: Any, **changes: Any) -> Subject:
         """Return a copy with the consent that the user gave in ``options``, which is never taken from a run, and with
         ``changes`` to other model settings."""
         consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
@@ -142,8 +142,10 @@ def _task_in(config_file: Path) -> str:
 
 def subject_of(name: str) -> Subject:
     """Return the subject of a run, checkpoint, adapter, model or Hub id, without consent to run its code or read its
-    pickle files (``Subject.consenting``), because anybody may have written the run. Raises ModelError if nothing can be
-    loaded or the run is not finished, StorageError for torn run files."""
+    pickle files (``Subject.with_consent``), because anybody may have written the run.
+
+    Raises ModelError if nothing can be loaded or the run is not finished, StorageError for torn run files.
+    """
     path = Path(name).expanduser().resolve()
     run_folder = path if (path / STATUS_FILE).is_file() else run_directory_of(path)
     if run_folder is None:

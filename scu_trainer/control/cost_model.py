@@ -129,7 +129,7 @@ class CostModel:
         share = WORTH_MEASURING / LARGEST_EXTRAPOLATION
         return tokens > share * self._tokens_in_reach or quadratic > share * self._quadratic_in_reach
 
-    def most(self, tokens: int, quadratic: int) -> float:
+    def upper_bound_bytes(self, tokens: int, quadratic: int) -> float:
         """Return an upper bound on the bytes of a micro-batch of any size; infinite without observations.
 
         Coefficients are not negative, so bytes grow no faster than the faster of tokens and rows * length^2.

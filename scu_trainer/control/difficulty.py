@@ -97,7 +97,7 @@ class Difficulty:
         for part in _positions_without_repeats(ids):
             self._record(ids[part], losses[part], epoch)
 
-    def see(self, ids: np.ndarray, epoch: int) -> None:
+    def mark_seen(self, ids: np.ndarray, epoch: int) -> None:
         """Record the epoch of samples that were trained on if their losses are not known."""
         self.last_epoch[ids] = np.maximum(self.last_epoch[ids], epoch)
 

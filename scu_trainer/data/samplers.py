@@ -106,7 +106,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         except ValueError as error:
             raise DataError(f"epoch {epoch} has nothing to train on: {error}") from error
 
-    def follow(self, done: int) -> bool:
+    def replan_rest(self, done: int) -> bool:
         """Plan the epoch again after its first ``done`` micro-batches (of all ranks), from the present difficulties.
         Returns whether anything changed."""
         before = self._plan

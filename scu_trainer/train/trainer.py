@@ -233,7 +233,7 @@ class SCUTrainer(Trainer):
         self._reset_for_training()
         self._is_training, loops = True, self.loops  # loops that are removed during training get their end() too
         try:
-            with self.engine.doing(lambda: f"step {self.state.global_step + 1} of training"):
+            with self.engine.error_context(lambda: f"step {self.state.global_step + 1} of training"):
                 return super().train(**given)
         finally:
             self._is_training = False
@@ -290,7 +290,7 @@ class SCUTrainer(Trainer):
 
     def _get_dataloader(self, *args, **kwargs):
         loader = super()._get_dataloader(*args, **kwargs)
-        return self.engine.loading(loader if self.is_stock else protect_workers(loader))
+        return self.engine.prepare_loader(loader if self.is_stock else protect_workers(loader))
 
     def _wrap_model(self, model, *args, **kwargs):
         if not self.is_stock:
@@ -368,7 +368,7 @@ class SCUTrainer(Trainer):
                 self._load_rng_state(str(Path(checkpoint, EPOCH_START) if skips else checkpoint))
             self._epoch_began = rng_states()
         run = functools.partial(super()._run_epoch, **kwargs)
-        return run_and_report_epoch(self, functools.partial(self.engine.epoch, run, kwargs["train_dataloader"]))
+        return run_and_report_epoch(self, functools.partial(self.engine.run_epoch, run, kwargs["train_dataloader"]))
 
     def _end_epoch(self, model, trial, start_time, ignore_keys=None) -> None:
         """Log, save and evaluate for an epoch that was saved after its last step but before its evaluation."""
@@ -441,7 +441,7 @@ class SCUTrainer(Trainer):
             return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._rests or return_outputs or not model.training:
             inputs = path.inputs_for_model(inputs)
-            with self.engine.way(inputs):
+            with self.engine.forward_context(inputs):
                 return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
         return path.loss(model, inputs, num_items_in_batch)
 
@@ -465,14 +465,14 @@ class SCUTrainer(Trainer):
             items = super(SCUTrainer, self)._get_num_items_in_batch(batches_to_count(self, batch_samples), on_device)
             return weighted_items(self, batch_samples, items, on_device)
 
-        return self.engine.counted(count, batch_samples, device)
+        return self.engine.count_labels(count, batch_samples, device)
 
     def _clip_grad_norm(self, model):
-        return self.engine.clipped(functools.partial(super()._clip_grad_norm, model))
+        return self.engine.clip_gradients(functools.partial(super()._clip_grad_norm, model))
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = functools.partial(super()._get_grad_norm, model, grad_norm=grad_norm)
-        norm = norm() if grad_norm is not None else self.engine.clipped(norm)
+        norm = norm() if grad_norm is not None else self.engine.clip_gradients(norm)
         for loop in self.loops:
             logged = loop.on_grad_norm(norm)
             if logged is not None or self.step_is_taken_back:
@@ -499,7 +499,7 @@ class SCUTrainer(Trainer):
         def predict(part):
             return super(SCUTrainer, self).prediction_step(model, part, prediction_loss_only, ignore_keys=ignore_keys)
 
-        return self.engine.predicted(predict, inputs, prediction_loss_only)
+        return self.engine.run_prediction(predict, inputs, prediction_loss_only)
 
     @functools.wraps(Trainer.evaluate)
     def evaluate(self, *args, **kwargs):
@@ -530,10 +530,10 @@ class SCUTrainer(Trainer):
         evaluate = functools.partial(super().evaluation_loop, dataloader, **given)
         loss_only = given.get("prediction_loss_only")
         loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
-        with self.engine.doing(lambda: "evaluation"), contextlib.ExitStack() as stack:
+        with self.engine.error_context(lambda: "evaluation"), contextlib.ExitStack() as stack:
             for loop in self.loops:
                 stack.enter_context(checked_result(loop, "evaluation", loop.evaluation()))
-            return self.engine.evaluated(evaluate, dataloader, loss_only)
+            return self.engine.run_evaluation(evaluate, dataloader, loss_only)
 
     def log(self, logs: dict[str, float], start_time: Optional[float] = None) -> None:
         for loop in self.loops:

@@ -185,12 +185,12 @@ def test_the_most_that_a_larger_micro_batch_takes_is_never_exceeded():
         for shape in seen:
             model = model.observe(*shape, round(truth(*shape)))
         for shape in ((300, 90_000), (9_000, 90_000), (50, 100)):
-            assert truth(*shape) <= model.most(*shape) * 1.001
+            assert truth(*shape) <= model.upper_bound_bytes(*shape) * 1.001
     assert (
         model.is_worth_measuring(401, 800)
         and model.is_worth_measuring(100, 6001)
         and not model.is_worth_measuring(400, 6000)
     )
     misled = model.observe(10, 50, 1)  # it took next to nothing, of memory that was held already
-    assert misled.most(9_000, 90_000) == model.most(9_000, 90_000), "small ones mislead"
-    assert CostModel().most(1, 1) == math.inf and CostModel().is_worth_measuring(1, 1)
+    assert misled.upper_bound_bytes(9_000, 90_000) == model.upper_bound_bytes(9_000, 90_000), "small ones mislead"
+    assert CostModel().upper_bound_bytes(1, 1) == math.inf and CostModel().is_worth_measuring(1, 1)

@@ -158,6 +158,6 @@ def test_state_of_another_dataset_is_refused_and_nothing_is_changed():
 def test_rows_that_were_trained_on_without_a_known_loss_are_seen():
     state = known()
     unseen = state.counts(epoch=5)["unseen"]
-    state.see(np.flatnonzero(state.last_epoch < 0)[:1], epoch=5)
+    state.mark_seen(np.flatnonzero(state.last_epoch < 0)[:1], epoch=5)
     assert state.counts(epoch=5)["unseen"] == unseen - 1
     assert np.isnan(state.scores).sum() == unseen

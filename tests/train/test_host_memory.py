@@ -26,7 +26,7 @@ def test_it_collects_from_its_threshold_on_and_not_at_every_step(threshold_gb, u
     )
     with caplog.at_level(logging.WARNING, "scu_trainer"):
         for step in range(1, 3 * LOOKS_EVERY_STEPS + 1):
-            host.look(step)
+            host.collect_if_full(step)
     assert host.collections == len(devices) == (3 if collects else 0)
     assert ("this run freed 1.0 GiB" in caplog.text) == collects
 

@@ -195,7 +195,7 @@ def worked_off(
     for part in [part for whole in loop.begin(window, loop.step + 1) for part in loop.fit(whole)]:
         loop.before(part)
         loop.gauge.chunk_bytes = round(share * part.tokens)
-        loop.saw(part, loop.gauge.chunk_bytes)
+        loop.record_processed_tokens(part, loop.gauge.chunk_bytes)
         loop.after(part)
         done.append((part, torch.zeros(())))
     loop.end(done, list)

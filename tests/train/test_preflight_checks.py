@@ -130,7 +130,7 @@ def test_tokens_are_counted():
     assert (facts.rows, facts.tokens, facts.learned, facts.largest_id) == (4, 15, 5, 9)
     assert (facts.ends, facts.ends_learned, facts.unknown, facts.doubled_starts) == (4, 0, 2, 1)
     assert (facts.documents, facts.repeated) == (4, 1)
-    assert facts.among() == "of 4 rows"
+    assert facts.sample_phrase() == "of 4 rows"
 
 
 def test_documents_go_on_over_the_borders_of_rows():
@@ -144,7 +144,7 @@ def test_of_large_data_pieces_evenly_apart_are_looked_at(monkeypatch):
     monkeypatch.setattr(tokens, "MOST_TOKENS", 12)
     facts = tokens.scan(token_rows(*([number, number, 1] for number in range(10, 22))), MARKS)
     assert (facts.rows, facts.all_rows, facts.largest_id) == (4, 12, 21)
-    assert facts.among() == "in a sample of 4 rows of 12"
+    assert facts.sample_phrase() == "in a sample of 4 rows of 12"
 
 
 def test_the_first_documents_alone_are_compared(monkeypatch):
@@ -162,7 +162,7 @@ def test_of_a_stream_the_first_rows_are_looked_at():
 
     facts = tokens.scan(datasets.IterableDataset.from_generator(stream), MARKS)
     assert facts.rows == tokens.STREAMED_ROWS and len(rows_read) <= tokens.STREAMED_ROWS + 1
-    assert facts.among() == f"in a sample of {tokens.STREAMED_ROWS} rows"
+    assert facts.sample_phrase() == f"in a sample of {tokens.STREAMED_ROWS} rows"
 
 
 def test_tokens_without_an_embedding_and_unknown_ones_are_found():

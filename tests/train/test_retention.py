@@ -405,7 +405,7 @@ def batch(rows: int, width: int, **more) -> dict[str, torch.Tensor]:
 def test_the_share_of_replayed_rows_is_met_to_within_one_row():
     replay = Replay(list(rows_of(range(32, 64), "documents")), COLLATE, seed=0)
     for step in range(1, 101):
-        replay.beside(batch(4, 16), 4, 0.3)
+        replay.add_to_batch(batch(4, 16), 4, 0.3)
         assert abs(replay.used - step * 4 * 0.3 / 0.7) <= 1
 
 

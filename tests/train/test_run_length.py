@@ -18,7 +18,7 @@ def length(epochs: float = 4, max_steps: int = -1, batches: int = 20, accumulati
 
 def told(one: RunLength):
     state = SimpleNamespace(max_steps=0, num_train_epochs=0)
-    one.tell(state)
+    one.update_trainer_state(state)
     return state.max_steps
 
 

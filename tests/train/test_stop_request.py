@@ -151,7 +151,7 @@ def test_when_it_is_over_the_process_ends(said, monkeypatch):
         with pytest.raises(Ended):
             timer.function(*timer.args)
     finally:
-        request.calm()
+        request.cancel_deadline()
     assert events == ["told", "children", 128 + signal.SIGTERM]
     assert "the grace period of 7.5 s is over" in said[-1]
 

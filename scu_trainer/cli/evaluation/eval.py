@@ -128,7 +128,7 @@ def _subjects(name: str, options: EvalOptions) -> list[Subject]:
     others = [words[other](first) if other in words else subject_of(other) for other in options.against or []]
     if options.merge_dtype != "auto" and MERGED not in (options.against or []):
         raise SettingsError("merge_dtype is for --against merged; add that, or drop it")
-    return [subject.consenting(options) for subject in (first, *others)]
+    return [subject.with_consent(options) for subject in (first, *others)]
 
 
 def _refuse_misspelled_keyword(name: str) -> None:

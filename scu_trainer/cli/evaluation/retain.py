@@ -73,7 +73,7 @@ def _subjects(options: Any) -> tuple[Subject, Subject]:
     if tuned.task != TEXT:
         raise ModelError(f"{tuned.name} has task {tuned.task}; retain keeps text, so it needs task {TEXT}")
     base = base_subject(tuned, "--base") if options.base is None else subject_of(options.base)
-    return tuned.consenting(options), base.consenting(options)
+    return tuned.with_consent(options), base.with_consent(options)
 
 
 # -- the share ---------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, 
     the export cannot work."""
     _require_exportable(subject, options)
     require_new(output)
-    subject = subject.consenting(options, device_map=None)
+    subject = subject.with_consent(options, device_map=None)
     if options.format == "onnx" and options.dtype == "auto":  # as ONNX Runtime, which checks it, on a CPU
         options = replace(options, dtype="float32")
     with run_log():

@@ -156,7 +156,7 @@ def merge(subject: Subject, output: Path, options: MergeOptions) -> dict[str, An
     UserError before anything is loaded if the merge cannot work."""
     _require_adapter(subject)
     require_new(output)
-    subject = subject.consenting(options, device_map=None)
+    subject = subject.with_consent(options, device_map=None)
     about = {
         "adapter": subject.source,
         "adapter_sha256": adapter_hash(Path(subject.source)),

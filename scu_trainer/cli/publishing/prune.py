@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     typed = parse_checked(_parser(), argv)
     if not 0 < typed.amount < 1:
         raise SettingsError(f"amount is {typed.amount:g}; allowed: above 0 and below 1, such as 0.25")
-    subject = subject_of(typed.run).consenting(typed, device_map=None, tuning="lora")  # keeps the type of the files
+    subject = subject_of(typed.run).with_consent(typed, device_map=None, tuning="lora")  # keeps the type of the files
     _require_prunable(subject, typed.dataset)
     if typed.seed is not None and with_source_run(subject).run is not None:
         raise SettingsError(f"seed has no effect on {subject.name}: its run determines what is held out; drop it")

@@ -61,7 +61,7 @@ def subject_from_options(name: str, options: argparse.Namespace, base_of: Option
     resolved = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
     if resolved.task != TEXT:
         raise ModelError(f"{resolved.name} has task {resolved.task}: it writes no text; only {TEXT} can answer")
-    return resolved.consenting(options, dtype=resolved.model.dtype if options.dtype == "auto" else options.dtype)
+    return resolved.with_consent(options, dtype=resolved.model.dtype if options.dtype == "auto" else options.dtype)
 
 
 def talker(chosen: Subject) -> Talker:

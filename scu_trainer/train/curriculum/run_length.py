@@ -46,7 +46,7 @@ class RunLength:
         self.epoch, self.first_step, self.progress_before = epoch, first_step, progress_before
         self.steps = math.ceil(batches / self._args.gradient_accumulation_steps)
 
-    def tell(self, state: TrainerState) -> None:
+    def update_trainer_state(self, state: TrainerState) -> None:
         """Set ``max_steps`` of the Trainer's state to what it will be if all later epochs are like this one."""
         state.num_train_epochs = math.ceil(self.epochs)
         if self._is_limited_by_steps:

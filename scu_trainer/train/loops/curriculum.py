@@ -222,7 +222,7 @@ class CurriculumLoop(Loop):
         progress = resumed[1] if continues_epoch else float(epoch)
         self.adjustments = self.adjustments if continues_epoch else 0
         self.length.begin(epoch, first_step, batches, progress)
-        self.length.tell(state)
+        self.length.update_trainer_state(state)
         self._make_row_weights()
         self._report_notes(plan.notes)
         return {"steps_in_epoch": batches, "num_update_steps_per_epoch": self.length.steps}
@@ -243,7 +243,7 @@ class CurriculumLoop(Loop):
         if done < self.sampler.current.micro_batches:
             self.gather()
             self._update_memory_costs()
-            self.adjustments += self.sampler.follow(done)
+            self.adjustments += self.sampler.replan_rest(done)
 
     def _make_row_weights(self) -> None:
         per_window = self.sampler.world * self.trainer.args.gradient_accumulation_steps
@@ -297,7 +297,7 @@ class CurriculumLoop(Loop):
 
     # -- losses of rows ------------------------------------------------------------------------------------------------
 
-    def found(self, reading: Optional[RowLossReading]) -> None:
+    def set_row_loss_reading(self, reading: Optional[RowLossReading]) -> None:
         """Take note of how the losses of rows are read, which is known from the first batch on."""
         notice = check_reading(self.settings, reading, type(self.trainer).__name__)
         if notice is not None:
@@ -321,7 +321,7 @@ class CurriculumLoop(Loop):
         """Exclude rows without a finite loss from this step and from every later epoch."""
         self._seen.quarantine(self.trainer.state.global_step, ids)
 
-    def set_aside(self, ids: Sequence[int]) -> None:
+    def exclude_rows(self, ids: Sequence[int]) -> None:
         """Exclude rows from every later epoch. All ranks call it, with the same ``ids``."""
         self.sampler.difficulty.quarantined[list(ids)] = True
 
@@ -334,7 +334,7 @@ class CurriculumLoop(Loop):
         parts = self._gather_from_ranks([(self._seen.drain(), self._deliveries.drain())])
         self.counts = sum((counts for _, counts in parts), self.counts)
         seen, epoch = Losses.join([losses for losses, _ in parts]), self.sampler.current.epoch
-        self.sampler.difficulty.see(seen.ids, epoch)
+        self.sampler.difficulty.mark_seen(seen.ids, epoch)
         self.counts.real_tokens += int(self.sampler.lengths[seen.ids].sum())
         known = seen.take(seen.known)
         judged = (known.labels >= 0) & (known.predicted >= 0)
@@ -447,7 +447,7 @@ class CurriculumLoop(Loop):
         first_step = self.trainer.state.global_step - steps_done
         self.length.begin(epoch, first_step, 1, state["progress_before"])
         self.length.steps = state["steps"]
-        self.length.tell(self.trainer.state)
+        self.length.update_trainer_state(self.trainer.state)
         if steps_done >= state["steps"] or self.trainer.is_over:
             self.has_unrecorded_epoch = self.counts.rows > 0
             return epoch + 1, 0

@@ -30,7 +30,7 @@ class MemoryLoop(Loop):
         self._host = self._host_memory()
 
     def end(self) -> None:
-        self.micro_batches.loop.wake()
+        self.micro_batches.loop.end_rest()
         self.micro_batches.finish()  # hand the optimizer back unchanged
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -63,14 +63,14 @@ class MemoryLoop(Loop):
     def on_step_end(self, args, state, control, **kwargs):
         self.micro_batches.loop.stepped()
         if self._host is not None:
-            self._host.look(state.global_step)
+            self._host.collect_if_full(state.global_step)
 
     def evaluation(self) -> AbstractContextManager:
-        self.micro_batches.loop.wake()
+        self.micro_batches.loop.end_rest()
         return super().evaluation()
 
     def before_save(self) -> None:
-        self.micro_batches.loop.wake()
+        self.micro_batches.loop.end_rest()
 
     def _host_memory(self) -> Optional[HostMemory]:
         """Return the monitor of main memory; None on a CPU, where it limits micro-batches. Raises SettingsError."""

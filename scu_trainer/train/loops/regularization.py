@@ -67,7 +67,7 @@ class RegularizationLoop(Loop):
         # Otherwise it would decay the weights of the previous model.
         if self.trainer.place_model_on_device:
             self.trainer._move_model_to_device(model, self.trainer.args.device)
-        self.regularizer.follow(model)
+        self.regularizer.set_starting_weights(model)
 
     def on_train_begin(self, args, state, control, **kwargs):
         loader, accumulation = kwargs["train_dataloader"], args.gradient_accumulation_steps

@@ -70,7 +70,7 @@ class EvaluationPath:
         ``inputs``: of the model. ``labels``: shape (rows, time), on the model's device.
         """
         batch = {**inputs, "labels": labels}
-        with self.way(batch) as seen:
+        with self.collect_row_losses(batch) as seen:
             if seen is None:
                 logits = self.model(**inputs, use_cache=False).logits
                 return row_scores(logits[:, -labels.shape[1] :], labels)  # prompt tuning prepends learned tokens
@@ -78,7 +78,7 @@ class EvaluationPath:
         return seen[-1].scores
 
     @contextlib.contextmanager
-    def way(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
+    def collect_row_losses(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
         """Let a forward of the model on ``batch``, which includes labels, append the losses of its rows to a list.
 
         Inside the context, the model returns no usable logits. Yields None if the model must run as usual.
@@ -170,7 +170,7 @@ class LeanPrediction:
         """Begin an evaluation: check its model again, because it has changed since the last one."""
         self._path = None
 
-    def applied(self, predict: Predict, loss_only: bool) -> Predict:
+    def make_lean(self, predict: Predict, loss_only: bool) -> Predict:
         """Return ``predict`` without unneeded outputs: only the loss, or also the scores of rows."""
         trainer = self.trainer
         scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
@@ -188,12 +188,12 @@ class LeanPrediction:
         return lean
 
     @contextlib.contextmanager
-    def way(self, inputs: Any) -> Iterator[None]:
-        """Wrap the forward that a ``predict`` returned by ``applied`` runs on ``inputs``."""
+    def around_forward(self, inputs: Any) -> Iterator[None]:
+        """Wrap the forward that a ``predict`` returned by ``make_lean`` runs on ``inputs``."""
         if not self._is_predicting or not isinstance(inputs, Mapping):
             yield
             return
-        with self._path_of_model.way(inputs) as seen:
+        with self._path_of_model.collect_row_losses(inputs) as seen:
             yield
         self._scores = None if seen is None else seen[-1].scores
 

@@ -229,7 +229,7 @@ class LossPath:
             loss = self.trainer._stock_loss(model, inputs, False, num_items)
         if self.rows is not None and not seen and not self._bypasses_model_loss:
             self._bypasses_model_loss = True
-            self.rows.found(None)  # the user's code uses another loss than the model's own
+            self.rows.set_row_loss_reading(None)  # the user's code uses another loss than the model's own
         return loss, seen[-1] if seen else None
 
     # -- losses that the model returns ---------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class LossPath:
                 if self.reading is not None and loss.requires_grad:
                     self.reading = self.reading.with_gradient_of(outputs)
                 self._has_reading = True
-                self.rows.found(self.reading)
+                self.rows.set_row_loss_reading(self.reading)
         if self.reading is None:
             return loss, None
         losses, weights = self.reading.rows(outputs, labels), self.rows.weights_of(ids, self.reading)
@@ -374,7 +374,7 @@ class LossPath:
             self.kind = kind
             if kind != "returned" and self.rows is not None:
                 self.reading, self._has_reading = CAUSAL, True
-                self.rows.found(CAUSAL)
+                self.rows.set_row_loss_reading(CAUSAL)
         return kind
 
     def _may_be_opened(self, inputs: Any) -> bool:

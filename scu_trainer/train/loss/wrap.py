@@ -130,7 +130,7 @@ class WrappedModule(nn.Module):
             ) from None
 
     @torch.no_grad()
-    def ask(self, batches: Sequence[Mapping[str, Any]], prepare: Callable[[Any], Any] = dict) -> None:
+    def find_loss_kind(self, batches: Sequence[Mapping[str, Any]], prepare: Callable[[Any], Any] = dict) -> None:
         """Find out, on a few rows of ``batches``, how the loss combines rows; nothing changes in the module.
 
         ``prepare``: moves rows to the module's device. No forward sees more than ``ROWS_TO_ASK`` rows.
@@ -147,7 +147,7 @@ class WrappedModule(nn.Module):
             if has_rows and count % ROWS_TO_ASK == 0:  # all parts have the same size, and the outputs by chance, too
                 has_rows = self._keeps_fewer_rows(prepare(_slice_rows(few_rows, 0, ROWS_TO_ASK - 1)))
             joined = join([outputs for outputs, _ in parts]) if has_rows else None
-            self.row_loss.ask(joined, torch.cat([targets for _, targets in parts]))
+            self.row_loss.find_kind(joined, torch.cat([targets for _, targets in parts]))
 
     def _outputs_and_targets(self, inputs: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
         inputs = dict(inputs)
@@ -273,7 +273,7 @@ def batches_to_count(trainer: Trainer, batches: list[Any]) -> list[Any]:
     few_rows = _rows_to_ask(trainer, batches)
     if few_rows is not None:
         with trainer.accelerator.autocast():
-            model.ask([few_rows], trainer._prepare_inputs)
+            model.find_loss_kind([few_rows], trainer._prepare_inputs)
     return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]
 
 

@@ -110,7 +110,7 @@ class RowLoss(nn.Module):
     def _loss(self, outputs: Any, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
         has_rows = self.kind == "whole" or has_one_entry_per_row(outputs, len(targets))
         if self.kind is None and self.asks_alone:
-            self.ask(outputs if has_rows else None, targets)
+            self.find_kind(outputs if has_rows else None, targets)
         elif not has_rows and self.asks_alone:
             self._fall_back_to_whole(NO_ROWS)
         if self.kind == "whole" or not has_rows:
@@ -150,7 +150,7 @@ class RowLoss(nn.Module):
         return any(are_classes(target) and not self.seen.issuperset(target.unique().tolist()) for target in targets)
 
     @torch.no_grad()
-    def ask(self, outputs: Any, targets: torch.Tensor) -> None:
+    def find_kind(self, outputs: Any, targets: torch.Tensor) -> None:
         """Find ``kind`` from a few rows; it stays None if they do not show it (one row, one class, no finite loss).
 
         ``outputs``: None if they do not have one entry per row. Raises ModelError if new classes show that the loss

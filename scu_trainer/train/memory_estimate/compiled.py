@@ -31,7 +31,7 @@ class CompiledProducts:
     def size_bytes(self) -> int:
         return sum(self._found.values())
 
-    def see(self, function: Any, args: tuple[Any, ...], result: torch.Tensor) -> None:
+    def record_product(self, function: Any, args: tuple[Any, ...], result: torch.Tensor) -> None:
         left, right = args[-2:]
         shapes = tuple(left.shape), tuple(right.shape)
         if result.dtype.itemsize != 2 or self._tokens not in (*shapes[0], *shapes[1]):

@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
                 return _zero(args[0].dtype)
         result = function(*args, **(kwargs or {}))
         if self._products is not None and function in PRODUCTS:
-            self._products.see(function, args, result)
+            self._products.record_product(function, args, result)
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and _storage_key(value) not in self._parts:
                 self._add(value, self._part_of(value))

@@ -84,12 +84,12 @@ def before_training(job: Job, parts: TrainingComponents, facts: TokenCounts) -> 
     yield from _check_learned(job, facts)
     yield from _check_starts(facts)
     if facts.tokens and facts.unknown / facts.tokens >= UNKNOWN_SHARE:
-        what = f"{percent(facts.unknown / facts.tokens)} of the tokens are unknown, {facts.among()}"
+        what = f"{percent(facts.unknown / facts.tokens)} of the tokens are unknown, {facts.sample_phrase()}"
         yield UNKNOWN_TOKENS.found(what, "model_name_or_path, dataset")
     if facts.run_tokens:
         places, token = facts.longest_run
         longest = f"{json.dumps(parts.processor.decode([token])[:40], ensure_ascii=False)} {places:,} times"
-        what = f"{facts.run_tokens:,} learned tokens in such sequences, {facts.among()}; the longest: {longest}"
+        what = f"{facts.run_tokens:,} learned tokens in such sequences, {facts.sample_phrase()}; the longest: {longest}"
         yield ONE_TOKEN.found(what, "dataset")
     if is_cut_into_documents(facts, parts.data.statistics):
         yield from _check_repeated(facts)
@@ -105,7 +105,7 @@ def is_cut_into_documents(facts: TokenCounts, statistics: DataStatistics) -> boo
 
 def _check_repeated(facts: TokenCounts) -> Iterator[Finding]:
     if facts.documents >= FEWEST_DOCUMENTS and facts.repeated / facts.documents >= REPEATED_SHARE:
-        what = f"{facts.repeated:,} of {facts.documents:,} documents repeat others, {facts.among()}"
+        what = f"{facts.repeated:,} of {facts.documents:,} documents repeat others, {facts.sample_phrase()}"
         yield REPEATED.found(what, "dataset")
 
 
@@ -133,7 +133,7 @@ def _check_vocabulary(job: Job, parts: TrainingComponents, facts: TokenCounts) -
     if rows is None:
         return
     if facts.largest_id >= rows:
-        what = f"token {facts.largest_id:,} {facts.among()}; the model has {rows:,} embeddings"
+        what = f"token {facts.largest_id:,} {facts.sample_phrase()}; the model has {rows:,} embeddings"
         yield TOKENS_OUT_OF_RANGE.found(what, "model_name_or_path, cache_dir")
     known = len(parts.processor)
     if job.task.task == TEXT and known < SMALLEST_VOCABULARY_SHARE * rows:
@@ -144,14 +144,14 @@ def _check_vocabulary(job: Job, parts: TrainingComponents, facts: TokenCounts) -
 def _check_learned(job: Job, facts: TokenCounts) -> Iterator[Finding]:
     where = "assistant_only_loss, chat_template" if job.task.task == TEXT else "dataset"
     if facts.learned and facts.ends_learned == facts.learned:
-        yield ONLY_ENDS.found(f"all {facts.learned:,} learned tokens are end tokens, {facts.among()}", where)
+        yield ONLY_ENDS.found(f"all {facts.learned:,} learned tokens are end tokens, {facts.sample_phrase()}", where)
     elif facts.ends >= FEWEST_ENDS and not facts.ends_learned:
-        yield END_NOT_LEARNED.found(f"none of {facts.ends:,} end tokens is learned, {facts.among()}", where)
+        yield END_NOT_LEARNED.found(f"none of {facts.ends:,} end tokens is learned, {facts.sample_phrase()}", where)
 
 
 def _check_starts(facts: TokenCounts) -> Iterator[Finding]:
     if facts.ends and facts.doubled_starts / facts.ends >= DOUBLED_SHARE:
-        what = f"{facts.doubled_starts:,} doubled start tokens and {facts.ends:,} end tokens, {facts.among()}"
+        what = f"{facts.doubled_starts:,} doubled start tokens and {facts.ends:,} end tokens, {facts.sample_phrase()}"
         yield DOUBLED_START.found(what, "dataset")
 
 

@@ -59,7 +59,7 @@ class TokenCounts:
     examples: list[numpy.ndarray] = field(default_factory=list)
     _digests: set[int] = field(default_factory=set, repr=False)
 
-    def among(self) -> str:
+    def sample_phrase(self) -> str:
         """Return a phrase with the number of scanned rows, for messages."""
         if self.rows == self.all_rows:
             return f"of {self.rows:,} rows"

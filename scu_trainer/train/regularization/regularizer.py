@@ -60,11 +60,11 @@ class Regularizer:
     ) -> None:
         self.settings, self.steers = settings, settings.steers
         self._prior_class, self._tokens = prior_class, settings.tokens or tokens
-        self.follow(model)
+        self.set_starting_weights(model)
         self.law: Optional[control.ControllerConfig] = None
         self.reset()
 
-    def follow(self, model: nn.Module) -> None:
+    def set_starting_weights(self, model: nn.Module) -> None:
         """Use the current trained weights of ``model`` as w0; with ``model_init``, every training has a new model."""
         self.prior = self._prior_class(model, self.settings.prior, self.settings.measure)
 

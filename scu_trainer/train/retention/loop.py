@@ -190,7 +190,7 @@ class Retention(Loop):
         if not self.replays or not self.share:
             return batches
         rows = self.trainer._train_batch_size
-        return (self.replay.beside(inputs, rows, self.share) for inputs in batches)
+        return (self.replay.add_to_batch(inputs, rows, self.share) for inputs in batches)
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
         if not self.replays:

@@ -35,7 +35,7 @@ class Replay:
     owed: float = 0.0
     _order: tuple[int, numpy.ndarray] = field(default=(-1, numpy.empty(0, dtype=int)), repr=False)
 
-    def beside(self, inputs: Any, nominal_rows: int, share: float) -> Any:
+    def add_to_batch(self, inputs: Any, nominal_rows: int, share: float) -> Any:
         """Add so many rows to ``inputs`` that they make up ``share`` of ``nominal_rows`` plus themselves.
 
         Over time this is exact to within one row. Every rank adds the same number.

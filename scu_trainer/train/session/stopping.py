@@ -73,7 +73,7 @@ class StopRequest:
             with stop_signals_to(self.receive, self.closed):
                 yield self
         finally:
-            self.calm()
+            self.cancel_deadline()
 
     def receive(self, number: int, frame: Optional[FrameType] = None) -> None:
         """Handle a signal. Raises KeyboardInterrupt for a second request, and if there is no step to finish."""
@@ -99,7 +99,7 @@ class StopRequest:
         if ends and self.name is None:
             self.name = CLOSED
 
-    def calm(self) -> None:
+    def cancel_deadline(self) -> None:
         """Cancel the deadline, because the run is about to end."""
         if self._deadline is not None:
             self._deadline.cancel()
@@ -143,7 +143,7 @@ class StopCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.request.is_training = False
-        self.request.calm()
+        self.request.cancel_deadline()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._is_stop_requested():

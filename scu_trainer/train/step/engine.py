@@ -33,35 +33,35 @@ class StockEngine:
         """Return the accumulation batches that ``loss(inputs)`` will run through the model."""
         return (inputs,)
 
-    def clipped(self, clip: Callable[[], Any]) -> Any:
+    def clip_gradients(self, clip: Callable[[], Any]) -> Any:
         """Return ``clip()``, which computes the gradient norm and may change the gradients."""
         return clip()
 
-    def loading(self, loader: DataLoader) -> DataLoader:
+    def prepare_loader(self, loader: DataLoader) -> DataLoader:
         """Return ``loader``, prepared for this engine."""
         return loader
 
-    def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
+    def run_prediction(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
         """Return (loss, logits, labels) of ``inputs``."""
         return predict(inputs)
 
-    def way(self, inputs: Any) -> AbstractContextManager:
+    def forward_context(self, inputs: Any) -> AbstractContextManager:
         """Return a context manager for a forward of ``inputs`` that trains nothing."""
         return contextlib.nullcontext()
 
-    def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
+    def run_epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Call ``run``, which trains for an epoch on ``loader``."""
         run()
 
-    def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
+    def count_labels(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
         """Return the number of labels that ``count`` finds in ``batches``, on ``device``."""
         return count(device)
 
-    def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
+    def run_evaluation(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
         """Return ``evaluate()``, a pass over ``loader``."""
         return evaluate()
 
-    def doing(self, what: Callable[[], str]) -> AbstractContextManager:
+    def error_context(self, what: Callable[[], str]) -> AbstractContextManager:
         """Return a context manager for work that ``what`` describes."""
         return contextlib.nullcontext()
 
@@ -83,7 +83,7 @@ class MicroBatchEngine(StockEngine):
     def next_to_run(self, inputs: Any) -> Sequence[Any]:
         return self.micro_batches.next_to_run(inputs)
 
-    def clipped(self, clip: Callable[[], Any]) -> Any:
+    def clip_gradients(self, clip: Callable[[], Any]) -> Any:
         """Return ``clip()``. If it runs out of memory, call it once more: it changes the gradients only at its end."""
         if not self.micro_batches.ranks.recoverable:
             return clip()
@@ -97,24 +97,24 @@ class MicroBatchEngine(StockEngine):
                 stack.enter_context(replaced(accelerator, "unscale_gradients", lambda optimizer=None: None))
             return second_try(clip, "clipping the gradients, or taking their norm,", unchanged=gradients)
 
-    def loading(self, loader: DataLoader) -> DataLoader:
+    def prepare_loader(self, loader: DataLoader) -> DataLoader:
         return loader if self.prediction is None else loader_with_retries(loader)
 
-    def predicted(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
+    def run_prediction(self, predict: Callable[[Any], tuple], inputs: Any, loss_only: bool) -> tuple:
         """Predict with its own micro-batch sizes, in the same way as training."""
-        predict = self.lean.applied(predict, loss_only)
+        predict = self.lean.make_lean(predict, loss_only)
         return predict(inputs) if self.prediction is None else self.prediction.step(inputs, predict, loss_only)
 
-    def way(self, inputs: Any) -> AbstractContextManager:
-        return self.lean.way(inputs)
+    def forward_context(self, inputs: Any) -> AbstractContextManager:
+        return self.lean.around_forward(inputs)
 
-    def epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
+    def run_epoch(self, run: Callable[[], None], loader: DataLoader) -> None:
         """Keep batches on the host, where lengths are read without a wait; micro-batches are moved to the device."""
         on_host = replaced(loader, "device", None) if isinstance(loader, DataLoaderShard) else contextlib.nullcontext()
         with availability_checks_cached(), redundant_casts_skipped(), on_host:
             run()
 
-    def counted(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
+    def count_labels(self, count: Callable[[Any], Any], batches: Sequence[Any], device: torch.device) -> Any:
         if self.prediction is not None and self.prediction.items is not None:
             return self.prediction.items[0]
         if self.trainer.accelerator.num_processes > 1:  # the count is a collective call, which cannot be repeated
@@ -128,7 +128,7 @@ class MicroBatchEngine(StockEngine):
             return count_in_place()
         return second_try(count_in_place, "counting the labels of a step")
 
-    def evaluated(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
+    def run_evaluation(self, evaluate: Callable[[], Any], loader: DataLoader, loss_only: bool) -> Any:
         self.lean.begin()
         if self.prediction is None:
             return evaluate()
@@ -138,6 +138,6 @@ class MicroBatchEngine(StockEngine):
         with contextlib.nullcontext() if is_as_set else replaced(args, "eval_accumulation_steps", 1):
             return self.prediction.evaluated(evaluate, loader)
 
-    def doing(self, what: Callable[[], str]) -> AbstractContextManager:
+    def error_context(self, what: Callable[[], str]) -> AbstractContextManager:
         """Report an out-of-memory error that could not be recovered from in one line."""
         return contextlib.nullcontext() if self.prediction is None else out_of_memory_reported(what)

@@ -326,7 +326,7 @@ class MicroBatchSizer:
             return False
         return time.monotonic() - self._read_at_s < self.gauge.good_for_s
 
-    def wake(self) -> None:
+    def end_rest(self) -> None:
         """Record the peak before work that is not a step (an evaluation, a save), and read again in the next step."""
         if self._rests:
             self._read_gauge()
@@ -351,7 +351,7 @@ class MicroBatchSizer:
         cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if self.state.failed_tokens is not None or cost.predict(*shape) is not None:
             return False
-        return cost.most(*shape) * (1 + self.law.margin) <= self._room_bytes(self.state.cap_tokens is None)
+        return cost.upper_bound_bytes(*shape) * (1 + self.law.margin) <= self._room_bytes(self.state.cap_tokens is None)
 
     def bounded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches as ``fit`` will cut them, except for cuts that depend on memory at that time."""
@@ -426,7 +426,7 @@ class MicroBatchSizer:
                 self.state, self._processed(micro_batch), micro_batch.quadratic, max(0, cost)
             )
 
-    def saw(self, micro_batch: MicroBatch, tokens: int) -> None:
+    def record_processed_tokens(self, micro_batch: MicroBatch, tokens: int) -> None:
         """Record the ``tokens`` that the layers saw of a micro-batch that ran: a shared prefix counts once, and there
         may be a tail that pads to one of few sizes."""
         self._processed_tokens[micro_batch.rows] = tokens
@@ -557,7 +557,7 @@ class MicroBatchSizer:
     def scalars(self) -> dict[str, float]:
         """Return values for a log row: the largest micro-batch of the last window, all out-of-memory errors so far, the
         memory in use now and the most since the last call. Without a gauge there are no bytes."""
-        self.wake()
+        self.end_rest()
         values: dict[str, float] = {**self._last_window, "out_of_memory": self.statistics.out_of_memory}
         if self._last_reading is not None:
             used, limit = self._last_reading.used_bytes, self._last_reading.limit_bytes

@@ -216,7 +216,7 @@ class MicroBatchStep:
                 before = self._counters.counts()
                 done = self._run_micro_batches(micro_batches, model, window, num_items)
                 if before and len(done) != len(raw):
-                    self._counters.tell(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))
+                    self._counters.warn_about_counts(before, len(done), len(raw), sum(len(one.rows) for one, _ in done))
             except OutOfMemory as error:
                 # The other ranks wait inside a forward or the loss, not here.
                 if self.ranks.even_micro_batches or self.analysis.own_step.exchange is not None:
@@ -253,9 +253,9 @@ class MicroBatchStep:
             with self.ranks.micro_batch(last), self._backward_of(share):
                 inputs = placed(window.inputs(micro_batch), self._place.device)
                 with (
-                    self.analysis.own_step.unwritten(self._stop_unrepeatable, writes),
+                    self.analysis.own_step.guard_frozen_weights(self._stop_unrepeatable, writes),
                     self._as_planned(micro_batch),
-                    self.analysis.watched(inputs, num_items, self.parameters),
+                    self.analysis.watch_step(inputs, num_items, self.parameters),
                     redundant_train_call_skipped(model, modules),
                 ):
                     loss = self.trainer.stock_training_step(model, inputs, num_items)
@@ -386,7 +386,7 @@ class MicroBatchStep:
             if micro_batch.unpadded_tokens not in (None, padded):
                 path.stay_padded("user code read more of the model's output than its loss, so rows kept their padding")
         elif micro_batch.unpadded_tokens is not None or rows.prefixes is not None:
-            self.loop.saw(micro_batch, rows.seen[-1])
+            self.loop.record_processed_tokens(micro_batch, rows.seen[-1])
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class SpikeWatch:
         twice = sorted((self._seen_once & set(samples)) - self._set_aside)
         self._seen_once |= set(samples)
         if twice and self.trainer.curriculum is not None:
-            self.trainer.curriculum.set_aside(twice)
+            self.trainer.curriculum.exclude_rows(twice)
             self._set_aside |= set(twice)
             self._warn(f"sample {', '.join(map(str, twice))} stood out a second time: set aside from the next epoch on")
         return place

@@ -104,13 +104,13 @@ class LossAnalysis:
         return replace(found, mixes=MEAN_OF_KL) if getattr(trainer, "calculate_KL", False) else found
 
     @contextlib.contextmanager
-    def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    def watch_step(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """Watch the training step of one micro-batch, if the user has overridden it."""
         if self.own_step.owner is None:
             yield
             return
         was_stock = self.own_step.is_stock
-        with self.own_step.watched(inputs, num_items, parameters):
+        with self.own_step.watch_step_with(inputs, num_items, parameters):
             yield
         if was_stock and not self.own_step.is_stock:
             step, reason = self._step, self.own_step.mixes

@@ -91,7 +91,7 @@ class OwnStep:
             self.hooked = f"a hook on {name_of(hooked[0], trainer.model)} acts within each backward pass"
 
     @contextlib.contextmanager
-    def unwritten(self, stop: Callable[[str, str], NoReturn], writes: bool) -> Iterator[None]:
+    def guard_frozen_weights(self, stop: Callable[[str, str], NoReturn], writes: bool) -> Iterator[None]:
         """Call ``stop(reason, allocation error)`` if a micro-batch runs out of memory after it changed frozen weights.
 
         For instance, its loss moved a teacher or stepped an optimizer of its own; running it again would do so twice.
@@ -114,7 +114,7 @@ class OwnStep:
             raise
 
     @contextlib.contextmanager
-    def watched(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    def watch_step_with(self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
         """Watch a step with ``inputs`` and ``num_items`` that adds to the gradients of ``parameters``."""
         if self.deviation is not None or self.exchange is not None:
             yield
@@ -278,7 +278,7 @@ class CallCounters:
             for name, value in _whole_numbers(holder)
         }
 
-    def tell(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
+    def warn_about_counts(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
         """Warn about numbers that counted ``micro_batches`` since ``before`` and not ``batches``, as in the stock loop.
 
         If each micro-batch has one row, it may count ``rows``, which is the same in the stock loop.

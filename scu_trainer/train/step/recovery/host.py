@@ -35,7 +35,7 @@ class HostMemory:
         self._threshold_gb, self._gauge, self._collect = threshold_gb, gauge or CpuGauge(), collect
         self.collections = 0
 
-    def look(self, step: int) -> None:
+    def collect_if_full(self, step: int) -> None:
         """Check main memory after optimizer step ``step``."""
         if step % LOOKS_EVERY_STEPS:
             return
