@@ -631,7 +631,7 @@ def test_other_columns_of_the_manifest_are_named_and_not_read(folder, tmp_path):
 def test_the_names_of_columns_are_looked_at_once(folder, monkeypatch, tmp_path):
     """A manifest has many rows, and to find the nearest name takes longer than to read one."""
     looked_at = []
-    monkeypatch.setattr(manifest, "nearest", lambda name, allowed: looked_at.append(name) or "")
+    monkeypatch.setattr(manifest, "did_you_mean", lambda name, allowed: looked_at.append(name) or "")
     for number in (1, 2, 3):
         edit_manifest(folder, number, humidity="0.5")
     prepared(folder, tmp_path / "cache")
