@@ -141,5 +141,5 @@ def test_all_loops_wait_no_more_often_than_stock():
     assert places == {
         "scu_trainer/distances.py: read_together": 1,
         "scu_trainer/loss_path.py: _are_finite": 1,
-        "scu_trainer/nonfinite_guard.py: _flags": 1,
+        "scu_trainer/nonfinite_guard.py: _check_over_ranks": 1,
     }

@@ -86,8 +86,8 @@ def value_of(job, name):
         (["--task", "image-classification", "--packing", "false"], "packing has no effect on task: image-class"),
         (["--task", "image-classification", "--no_packing"], "packing has no effect on task: image-class"),
         (["--task", "image-classification", "--block-size", "64"], "block_size has no effect on task: image-class"),
-        (["--image_size", "32"], "image_size has an effect on task: image-classification only, and task is text-gen"),
-        (["--task", "word-generation", "--synthetic", "true"], "synthetic has an effect on task: sensor-class"),
+        (["--image_size", "32"], "image_size has an effect only on task: image-classification, but task is text-gen"),
+        (["--task", "word-generation", "--synthetic", "true"], "synthetic has an effect only on task: sensor-class"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, message):

@@ -50,26 +50,26 @@ OTHERS = {
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_models_of_the_next_token_pass(kind):
     for architectures in ([CAUSAL[kind]], None):
-        require_causal(AutoConfig.inputs_for_model(kind, architectures=architectures), "it")
+        require_causal(AutoConfig.for_model(kind, architectures=architectures), "it")
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=str)
 def test_another_kind_of_model_is_named(kind):
     name, architecture = kind
-    config = AutoConfig.inputs_for_model(name, architectures=None if architecture is None else [architecture])
+    config = AutoConfig.for_model(name, architectures=None if architecture is None else [architecture])
     with pytest.raises(ModelError, match=rf"it is ({OTHERS[kind]}).*"):
         require_causal(config, "it")
 
 
 def test_an_encoder_that_was_made_a_decoder_passes():
-    config = AutoConfig.inputs_for_model("bert", architectures=["BertLMHeadModel"], is_decoder=True)
+    config = AutoConfig.for_model("bert", architectures=["BertLMHeadModel"], is_decoder=True)
     require_causal(config, "it")
     with pytest.raises(ModelError, match="an encoder"):
-        require_causal(AutoConfig.inputs_for_model("bert", architectures=["BertLMHeadModel"]), "it")
+        require_causal(AutoConfig.for_model("bert", architectures=["BertLMHeadModel"]), "it")
 
 
 def test_code_of_its_own_is_believed():
-    config = AutoConfig.inputs_for_model("bert", auto_map={"AutoModelForCausalLM": "model.Model"})
+    config = AutoConfig.for_model("bert", auto_map={"AutoModelForCausalLM": "model.Model"})
     require_causal(config, "it")
 
 

@@ -54,7 +54,7 @@ NOT_PACKED = DECLARED | {"opt"}
 
 def model_of(family: str, **changes) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.inputs_for_model(family, **{**SIZES, **FAMILIES[family], **changes})
+    config = AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family], **changes})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -131,7 +131,7 @@ def test_a_model_that_lies_in_parts_is_not_asked():
     assert not has_all_weights(model)
     chosen = Packing.expected(DataSettings(), model.config).tested_on(model, tiny.VOCAB)
     assert chosen.isolates and "cannot be tested; others of its family" in chosen.line()
-    unknown = AutoConfig.inputs_for_model("cohere")
+    unknown = AutoConfig.for_model("cohere")
     chosen = Packing.expected(DataSettings(), unknown).tested_on(model, tiny.VOCAB)
     assert not chosen.isolates and "its family was not tested" in chosen.line()
 

@@ -111,7 +111,7 @@ class Sites(OutOfMemoryAt):
 
     def watch_evaluation(self, trainer) -> None:
         """Every operation of ``evaluate`` and ``predict`` between their first batch and their result."""
-        self.count_in(trainer.engine, "evaluated", "between batches")
+        self.count_in(trainer.engine, "run_evaluation", "between batches")
         self.count_in(trainer, "prediction_step", "forward")
         self.count_in(trainer.prediction, "_joined", "join")
 

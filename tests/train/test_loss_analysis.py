@@ -289,7 +289,7 @@ def test_long_rows_are_asked_by_their_beginnings_and_answer_the_same(rows, items
     spy = Spy(long_llama())
     found = ask(spy, *LONG[rows], items=items)
     assert spy.seen and max(spy.seen) <= asked_rows.BEGINNING_TOKENS
-    monkeypatch.setattr("scu_trainer.train.loss.analysis.trials.beginnings", lambda *given: None)
+    monkeypatch.setattr("scu_trainer.train.loss.analysis.trials.cut_to_beginnings", lambda *given: None)
     whole = ask(Spy(long_llama()), *LONG[rows], items=items)
     assert (found.kind, found.mixes) == (whole.kind, whole.mixes)
     assert whole.trims is None or found.trims == whole.trims
