@@ -259,7 +259,7 @@ def test_a_directory_that_is_no_longer_there(site, tmp_path, is_kept):
     run, log, away = tmp_path / "run", tmp_path / "log", tmp_path / "away"
     take_away = (lambda: run.rename(away)) if is_kept else (lambda: shutil.rmtree(run))
     ended = started(site.flags(run), log, lambda: campaign.at_step(5, take_away))
-    what = f"is now at {away}; put it back, and run" if is_kept else "was deleted while it was being written; run"
+    what = f"is now at {away}; move it back, and run" if is_kept else "was deleted while it was being written; run"
     assert ended.code == 2 and f"error: the folder of this run, {run}, {what} the same" in ended.said, ended.said
     assert "Traceback" not in ended.said
     if is_kept:
