@@ -25,16 +25,14 @@ MARGIN = 0.15
 predictions were off."""
 
 LOGITS_WITH_TEACHER = 3
-"""Factor for the memory of a step's logits when it learns from a teacher: its own, both softened, and both learned."""
+"""Factor for the memory of a step's logits with a teacher: its logits, and the learned and softened ones of both."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Memory that a process needs in addition to its tensors.
-
-    ``fixed_bytes`` are code and buffers of libraries after the first step. ``slack`` is the share of the memory
-    allocated and freed in a step that the allocator cannot reuse.
-    """
+    """Memory that a process needs in addition to its tensors. ``fixed_bytes`` are code and buffers of libraries, from
+    the first step on. ``slack`` is the share of the memory allocated and freed in a step that the allocator cannot
+    reuse."""
 
     fixed_bytes: int
     slack: float
@@ -50,9 +48,7 @@ OVERHEAD = {
 @dataclass(frozen=True)
 class TrainableWeights:
     """The trainable weights: ``size_bytes`` in their own dtype, their number, and the bytes of the largest parameter.
-
-    ``apart`` is the number of weights in each group that some optimizers treat differently.
-    """
+    ``apart`` is the number of weights in each group that some optimizers treat differently."""
 
     size_bytes: int
     weights: int

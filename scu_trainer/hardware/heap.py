@@ -58,7 +58,6 @@ def keep_freed() -> bool:
 
 @functools.cache
 def _c_function(name: str) -> Optional[Callable[..., int]]:
-    """Return the function ``name`` of the C library; None if it does not exist."""
     try:
         return getattr(ctypes.CDLL(None), name, None)
     except TypeError:  # Windows needs the name of a library

@@ -96,7 +96,7 @@ def _packages(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def reporters_of(values: Mapping[str, Any]) -> list[str]:
-    """Return the services of ``report_to``, including unknown ones, but not "all", which means those installed."""
+    """Return the services of ``report_to``, including unknown ones, but not "none" and "all" (those installed)."""
     found = values.get("report_to") or ()
     return [name for name in ([found] if isinstance(found, str) else found) if name not in ("none", "all")]
 

@@ -21,8 +21,8 @@ class OptimizerMemory:
 
     Its state is ``copies`` of the trainable weights in their own dtype plus ``bytes_per_weight``. For weights that it
     treats ``apart``, ``apart_copies`` and ``apart_bytes_per_weight`` count instead. While it updates a parameter, it
-    needs ``step_copies`` of the largest one, and on a CPU also ``cpu_step_copies`` in float32; on a GPU it needs
-    ``foreach_copies`` of all weights that are updated together instead.
+    needs ``step_copies`` of the largest one, and on a CPU also ``cpu_step_copies`` in float32. On a GPU,
+    ``foreach_copies`` (if not 0) of all weights that are updated together count instead.
     """
 
     copies: float = 0.0
@@ -36,10 +36,8 @@ class OptimizerMemory:
 
 
 def _bitsandbytes_8bit(bytes_per_weight: int, cpu_step_copies: int) -> OptimizerMemory:
-    """Return the needs of an 8-bit optimizer of bitsandbytes.
-
-    The Trainer keeps the state of embeddings in 32 bits. On a CPU the update is computed from unpacked copies.
-    """
+    """Return the needs of an 8-bit optimizer of bitsandbytes. The Trainer keeps the state of embeddings in 32 bits. On
+    a CPU the update is computed from unpacked copies."""
     return OptimizerMemory(
         bytes_per_weight=bytes_per_weight,
         cpu_step_copies=cpu_step_copies,
@@ -94,9 +92,7 @@ def uncounted_state(optim: str) -> Optional[str]:
 
 def state_bytes(optim: str, trained_bytes: int, trained_weights: int, apart_weights: int = 0) -> int:
     """Return the bytes of the optimizer's state for ``trained_weights`` weights that take ``trained_bytes``.
-
-    ``apart_weights`` is how many of these it treats differently.
-    """
+    ``apart_weights`` is how many of these it treats differently."""
     needs, stored_bytes = optimizer_memory_of(optim), trained_bytes / max(1, trained_weights)
     per_weight = needs.copies * stored_bytes + needs.bytes_per_weight
     per_apart_weight = needs.apart_copies * stored_bytes + needs.apart_bytes_per_weight
@@ -104,10 +100,8 @@ def state_bytes(optim: str, trained_bytes: int, trained_weights: int, apart_weig
 
 
 def step_blocks(optim: str, device: str, largest_bytes: int, largest_weights: int, together_bytes: int) -> list[int]:
-    """Return the sizes of the temporary blocks while the optimizer updates the largest parameter.
-
-    On a GPU they are for all weights that are updated together. ``device`` is the type of the device.
-    """
+    """Return the sizes of the temporary blocks while the optimizer updates the largest parameter. On a GPU they are for
+    all weights that are updated together. ``device`` is the type of the device."""
     needs = optimizer_memory_of(optim)
     if device in ("cuda", "xpu") and needs.foreach_copies:
         return [together_bytes] * needs.foreach_copies

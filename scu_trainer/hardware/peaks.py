@@ -21,10 +21,8 @@ OTHER_CARDS: dict[str, dict[str, float]] = {
     r"V100-PCIE": {"fp16": 112.0, "fp32": 14.0},
 }
 """TFLOP/s of one device by format, for GPUs that have no preset; keys are patterns for the driver's name of the GPU.
-
 From NVIDIA's data sheets of these GPUs (NVL and PCIe boards of H100 and H200, GH200, A40, A10, L4, V100), for dense
-matrices; the sheets of Hopper and Ada state twice the figure, with sparsity. fp32 is that of the ordinary cores.
-"""
+matrices; the sheets of Hopper and Ada state twice the figure, with sparsity. fp32 is that of the ordinary cores."""
 
 
 def device_name(device: torch.device) -> str:
@@ -35,10 +33,8 @@ def device_name(device: torch.device) -> str:
 
 
 def known_tflops(device_name: str, precision: str) -> Optional[float]:
-    """Return the vendor's peak TFLOP/s for ``precision`` (bf16, fp16, tf32, fp32).
-
-    None for an unknown GPU, and for a MIG part of a GPU, which has only a share of the peak.
-    """
+    """Return the vendor's peak TFLOP/s for ``precision`` (bf16, fp16, tf32, fp32). None for an unknown GPU, and for a
+    MIG part of a GPU, which has only a share of the peak."""
     known = [preset.tflops for preset in presets() if preset.is_called(device_name)]
     known += [peaks for pattern, peaks in OTHER_CARDS.items() if re.search(pattern, device_name)]
     return known[0].get(precision) if known and "MIG" not in device_name else None

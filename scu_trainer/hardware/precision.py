@@ -28,11 +28,9 @@ DEFAULT_OF_ACCELERATE = (
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The device of a training.
-
-    kind: "cpu", "cuda" or "mps". bf16: whether it multiplies bf16 natively instead of emulating it.
-    capability: compute capability of an NVIDIA GPU, else None. detail: what supports bf16, in words; "" without bf16.
-    """
+    """The device of a training. kind: "cpu", "cuda" or "mps". bf16: whether it multiplies bf16 natively instead of
+    emulating it. capability: compute capability of an NVIDIA GPU, else None. detail: what supports bf16, in words; ""
+    without bf16."""
 
     kind: str
     bf16: bool = False
@@ -118,10 +116,8 @@ def _fastest(device: DeviceFacts) -> PrecisionChoice:
 
 
 def tf32_default(device: DeviceFacts, wanted: Optional[bool] = None) -> Optional[bool]:
-    """Return the value of ``tf32``: ``wanted`` if set, else True for Ampere or newer and None for other devices.
-
-    Raises RequirementError if it is wanted but the device does not support it.
-    """
+    """Return the value of ``tf32``: ``wanted`` if set, else True for Ampere or newer and None for other devices. Raises
+    RequirementError if it is wanted but the device does not support it."""
     if wanted and not device.tf32:
         raise RequirementError("tf32: true needs a CUDA GPU of the Ampere generation or newer; leave tf32 out")
     return wanted if wanted is not None else (True if device.tf32 else None)

@@ -59,10 +59,8 @@ def presets() -> tuple[Preset, ...]:
 
 
 def find(text: str) -> Preset:
-    """Return the preset that ``text`` names, such as "rtx3050", "a100-80", or the driver's name of the GPU.
-
-    Raises SettingsError if it names none, or several.
-    """
+    """Return the preset that ``text`` names, such as "rtx3050", "a100-80", or the driver's name of the GPU. Raises
+    SettingsError if it names none, or several."""
     by_driver = [preset for preset in presets() if preset.is_called(text.strip())]
     wanted = _key_words(text)
     matching = by_driver or [preset for preset in presets() if wanted and _matches(wanted, _key_words(preset.name))]
@@ -79,10 +77,8 @@ def find(text: str) -> Preset:
 
 
 def parse_bytes(text: Union[str, float], name: str = "size") -> int:
-    """Return the bytes of "16GB", "16GiB" or "16", which means GiB; ``name`` is the setting, for the message.
-
-    Raises SettingsError for anything else.
-    """
+    """Return the bytes of "16GB", "16GiB" or "16", which means GiB; ``name`` is the setting, for the message. Raises
+    SettingsError for anything else."""
     return round(size_in_gib(name, str(text)) * 2**30)
 
 

@@ -97,11 +97,9 @@ def usable_cores(cgroup_root: Path = cgroup.ROOT) -> float:
 
 
 def accelerators() -> tuple[Accelerator, ...]:
-    """Return the GPUs that torch can use; none if torch is not installed.
-
-    Free memory comes from the driver's tool if it is installed. To ask CUDA, this process would have to take some
-    hundred MiB of each GPU, which other processes would then lack.
-    """
+    """Return the GPUs that torch can use; none if torch is not installed. Free memory comes from the driver's tool if
+    it is installed. To ask CUDA, this process would have to take some hundred MiB of each GPU, which other processes
+    would then lack."""
     if importlib.util.find_spec("torch") is None:
         return ()
     import torch
@@ -150,20 +148,16 @@ def installed_version(name: str) -> Optional[str]:
 
 
 def resident_bytes(process: Path) -> Optional[int]:
-    """Return the resident memory of the process with the folder ``process`` in /proc; None without /proc (macOS).
-
-    It includes mapped files, because frozen weights are read from them. Raises OSError if the process has ended.
-    """
+    """Return the resident memory of the process with the folder ``process`` in /proc; None without /proc (macOS). It
+    includes mapped files, because frozen weights are read from them. Raises OSError if the process has ended."""
     if not process.parent.is_dir():
         return None
     return int((process / "statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def ask_driver(words: Sequence[str]) -> Optional[str]:
-    """Return the output of nvidia-smi with the arguments ``words``; None if it is not installed or finds no driver.
-
-    It knows the processes of all users, and does not need torch.
-    """
+    """Return the output of nvidia-smi with the arguments ``words``; None if it is not installed or finds no driver. It
+    knows the processes of all users, and does not need torch."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

@@ -77,11 +77,8 @@ class Ram:
 
 @dataclass(frozen=True)
 class Disk:
-    """A disk, with the speed of writing one large file until it is on the disk.
-
-    The speed is None if it was not measured; ``note`` says why. Reading is not measured, because the file would come
-    from the page cache.
-    """
+    """A disk, with the speed of writing one large file until it is on the disk. The speed is None if it was not
+    measured; ``note`` says why. Reading is not measured, because the file would come from the page cache."""
 
     path: str
     total_bytes: int
@@ -182,10 +179,8 @@ def _disk(path: Path, measure: bool) -> Disk:
 
 
 def write_speed(folder: Path, size_bytes: int = SPEED_TEST_BYTES) -> float:
-    """Return the bytes per second of writing a temporary file in ``folder`` until it is on the disk.
-
-    Raises StorageError if it cannot be written.
-    """
+    """Return the bytes per second of writing a temporary file in ``folder`` until it is on the disk. Raises
+    StorageError if it cannot be written."""
     block = os.urandom(BLOCK_BYTES)  # random, because some disks compress
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

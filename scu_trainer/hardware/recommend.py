@@ -41,11 +41,9 @@ CHANGES = ("nothing", "rounding", "the optimizer", "what is trained", "what a ro
 
 @dataclass(frozen=True)
 class SettingChoice:
-    """Values of the settings that decide memory and speed, under their own names.
-
-    ``mixed_precision`` is no, bf16 or fp16, and ``dtype`` that of frozen weights. ``offload`` keeps the optimizer's
-    state in main memory (DeepSpeed). ``block_size`` is None if rows have no length.
-    """
+    """Values of the settings that decide memory and speed, under their own names. ``mixed_precision`` is no, bf16 or
+    fp16, and ``dtype`` that of frozen weights. ``offload`` keeps the optimizer's state in main memory (DeepSpeed).
+    ``block_size`` is None if rows have no length."""
 
     tuning: str
     mixed_precision: str
@@ -104,12 +102,10 @@ class AvailableChanges:
     offloading: bool
 
 
-def choices(asked: SettingChoice, means: AvailableChanges, device: str) -> list[SettingChoice]:
-    """Return ``asked`` and all alternatives, ordered by how much they change the result, then by speed.
-
-    Alternatives with shorter rows come last, the shortest at the end.
-    """
-    options = set(_same_length_choices(asked, means))
+def choices(asked: SettingChoice, available: AvailableChanges, device: str) -> list[SettingChoice]:
+    """Return ``asked`` and all alternatives, ordered by how much they change the result, then by speed. Alternatives
+    with shorter rows come last, the shortest at the end."""
+    options = set(_same_length_choices(asked, available))
     block = asked.block_size
     while block is not None and block // 2 >= SHORTEST_BLOCK:
         block //= 2
@@ -126,12 +122,12 @@ def choices(asked: SettingChoice, means: AvailableChanges, device: str) -> list[
     )
 
 
-def _same_length_choices(asked: SettingChoice, means: AvailableChanges) -> Iterator[SettingChoice]:
+def _same_length_choices(asked: SettingChoice, available: AvailableChanges) -> Iterator[SettingChoice]:
     """Yield ``asked`` and all alternatives with the same block size."""
-    halves = {asked.mixed_precision} | ({means.half} if means.half and asked.mixed_precision == "no" else set())
-    for (tuning, in_8bit), half in itertools.product(_tunings(asked, means), sorted(halves)):
+    halves = {asked.mixed_precision} | ({available.half} if available.half and asked.mixed_precision == "no" else set())
+    for (tuning, in_8bit), half in itertools.product(_tunings(asked, available), sorted(halves)):
         base = replace(asked, tuning=tuning, load_in_8bit=in_8bit, mixed_precision=half)
-        can_halve = tuning == "lora" and means.half == "bf16" and not means.stored_half
+        can_halve = tuning == "lora" and available.half == "bf16" and not available.stored_half
         types = {asked.dtype} | ({"bfloat16"} if can_halve else set())
         if tuning == "qlora" and half == "fp16" and asked.dtype == "auto":
             types.add("float16")  # fp16 autocast refuses bfloat16, which auto may leave for unpacked weights
@@ -139,27 +135,27 @@ def _same_length_choices(asked: SettingChoice, means: AvailableChanges) -> Itera
             choice = replace(base, dtype=dtype, checkpoint_every_layer=is_checkpointed)
             yield choice
             if tuning == "full":
-                yield from _full_tuning_choices(choice, means)
+                yield from _full_tuning_choices(choice, available)
 
 
-def _full_tuning_choices(choice: SettingChoice, means: AvailableChanges) -> Iterator[SettingChoice]:
+def _full_tuning_choices(choice: SettingChoice, available: AvailableChanges) -> Iterator[SettingChoice]:
     """Yield the alternatives to ``choice`` that only full tuning has: smaller optimizers and offloading."""
     # These optimizers are refused for trainable bfloat16 weights, which already have an 8-bit state by default.
     for optim in SMALL_OPTIMIZERS if choice.dtype != "bfloat16" else ():
-        if means.bitsandbytes or "bnb" not in optim:
+        if available.bitsandbytes or "bnb" not in optim:
             yield replace(choice, optim=optim)
-    if means.offloading:
+    if available.offloading:
         yield replace(choice, offload=True)
 
 
-def _tunings(asked: SettingChoice, means: AvailableChanges) -> Iterator[tuple[str, bool]]:
+def _tunings(asked: SettingChoice, available: AvailableChanges) -> Iterator[tuple[str, bool]]:
     """Yield the possible (tuning, load_in_8bit)."""
     yield asked.tuning, asked.load_in_8bit
-    if not means.adapters:
+    if not available.adapters:
         return
     if asked.tuning == "full":
         yield "lora", False
-    if means.bitsandbytes:
+    if available.bitsandbytes:
         if asked.tuning != "qlora":
             yield "qlora", True
         yield "qlora", False

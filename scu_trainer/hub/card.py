@@ -32,21 +32,16 @@ NOT_STATED = "not stated"
 
 
 def card_of(facts: Facts, name: str, license: Optional[str] = None, base_id: Optional[str] = None) -> str:
-    """Return the whole README.md.
-
-    ``name`` is the Hub id or folder that the code in it loads, ``license`` the one that was given or found, and
-    ``base_id`` the id of the base on the Hub, for files that name a local folder.
-    """
+    """Return the whole README.md. ``name`` is the Hub id or folder that the code in it loads, ``license`` the one that
+    was given or found, and ``base_id`` the id of the base on the Hub, for files that name a local folder."""
     body = redact(card_text.body(facts, name, license or NOT_STATED, base_id or facts.base_id))
     header = _header(facts, name, license, base_id or facts.base_id).to_yaml()
     return f"---\n{redact(header)}\n---\n\n{body}\n\n{MARK.format(digest=_digest(body))}\n"
 
 
 def write_card(run: Path) -> bool:
-    """Write the README.md of a finished run; return False if an edited one is kept instead.
-
-    Raises StorageError if it cannot be written.
-    """
+    """Write the README.md of a finished run; return False if an edited one is kept instead. Raises StorageError if it
+    cannot be written."""
     path = run / CARD
     if not is_replaceable_card(path):
         return False
@@ -138,9 +133,7 @@ def _results(facts: Facts) -> list[EvalResult]:
 
 def base_license(base: Optional[str]) -> Optional[str]:
     """Return the license in the card of ``base``, a folder or a Hub id that is in the cache; never uses the network.
-
-    None if the card is missing, cannot be read, or states no license.
-    """
+    None if the card is missing, cannot be read, or states no license."""
     from huggingface_hub import ModelCard, try_to_load_from_cache
     from yaml import YAMLError
 

@@ -181,10 +181,8 @@ def _limits(facts: Facts) -> str:
 
 
 def loading(facts: Facts, name: str) -> Optional[str]:
-    """Return lines of Python that load the model ``name``; the first two load the weights.
-
-    None for an adapter of other tasks than text, because its base was changed before training.
-    """
+    """Return lines of Python that load the model ``name``; the first two load the weights. None for an adapter of other
+    tasks than text, because its base was changed before training."""
     if facts.is_adapter and facts.task != TEXT:
         return None
     name = json.dumps(name, ensure_ascii=False)  # the escapes of JSON are valid in Python too

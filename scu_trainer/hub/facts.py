@@ -77,10 +77,8 @@ class Facts:
 
 
 def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any]] = None) -> Facts:
-    """Read the facts about ``weights``, which are the directory ``run`` itself or one of its checkpoints.
-
-    Raises StorageError for damaged files.
-    """
+    """Read the facts about ``weights``, which are the directory ``run`` itself or one of its checkpoints. Raises
+    StorageError for damaged files."""
     is_checkpoint = run is not None and weights != run
     return Facts(
         weights,
@@ -105,10 +103,8 @@ def _last_samples(run: Optional[Path]) -> list[dict[str, str]]:
 
 def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts, Optional[Path]]:
     """Return the facts of a run, a checkpoint, an adapter, or merged weights, and the folder of merged weights or None.
-
     ``merge`` is the content of a merge.json that is not written yet. Raises HubError if the adapter of merged weights
-    no longer exists.
-    """
+    no longer exists."""
     made = read_made_file(path)
     merged = path if "adapter" in made else None
     if merged is not None:
@@ -119,7 +115,7 @@ def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts,
 
 
 def read_made_file(folder: Path) -> dict[str, Any]:
-    """Return what merge, export or prune wrote next to weights; {} for files of other programs with these names."""
+    """Return what merge, export or prune wrote next to weights; {} if nothing, or if it is of another program."""
     contents = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
     return next((made for made in contents if isinstance(made, dict) and made.get("format") == 1), {})
 

@@ -58,10 +58,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Upload:
-    """The ``items`` to publish, and (name, reason) of other files in the run directory (``left_out``).
-
-    ``edited`` is whether the card was written or edited by the user.
-    """
+    """The ``items`` to publish, and (name, reason) of other files in the run directory (``left_out``). ``edited`` is
+    whether the card was written or edited by the user."""
 
     items: list[Item]
     left_out: list[tuple[str, str]]
@@ -76,10 +74,8 @@ def collect_upload(
     facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str], merged: Optional[Path] = None
 ) -> Upload:
     """Collect the files of a run to publish; ``merged`` is the folder of its merged weights, to replace its adapter.
-
     Raises HubError for an adapter with a base that is not shared, and for secrets; ModelError if weights are missing or
-    damaged.
-    """
+    damaged."""
     weights = merged or facts.weights
     names = names_like(weights, (ADAPTER if facts.is_adapter else model_files(weights)) + PROCESSOR)
     if not any(name.endswith(".safetensors") for name in names):
@@ -135,10 +131,8 @@ def _refuse_missing_parts(weights: Path, names: Iterable[str]) -> None:
 
 def superseded_files(there: Iterable[str], upload: Upload) -> list[str]:
     """Return which files on the Hub (``there``), left by an earlier push, would be loaded instead of ``upload``.
-
     Libraries load the base that an ``adapter_config.json`` names, and prefer ``model.safetensors`` to an index, even if
-    newer weights are next to it.
-    """
+    newer weights are next to it."""
     sent = {item.path_in_repo for item in upload.items}
     patterns = (*ADAPTER, *RESULTS) if "adapter_config.json" in sent else (*ADAPTER, *WEIGHTS, *RESULTS)
     return sorted(name for name in {*there} - sent if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
@@ -183,5 +177,4 @@ def _refuse_secrets(item: Item) -> None:
 
 
 def _reason(name: str, reasons: dict[str, str]) -> str:
-    """Return why the file ``name`` is not published."""
     return next((why for pattern, why in reasons.items() if fnmatch.fnmatchcase(name, pattern)), "not needed to use it")

@@ -15,11 +15,8 @@ _PATH_IN_TEXT = re.compile(r"(?<![\w:/.\]])(?:~|/[^\s/'\":,;()\[\]]+)(?:/[^\s/'\
 
 
 def is_local(name: Optional[str], run: Optional[Path] = None) -> bool:
-    """Return whether a model or dataset is a path and not a Hub id.
-
-    ``run`` is the folder with the file that names it. Relative paths are also tried from all folders above it, because
-    training may have been started in one of them.
-    """
+    """Return whether a model or dataset is a path and not a Hub id. ``run`` is the folder with the file that names it.
+    Relative paths are also tried from all folders above it, because training may have been started in one of them."""
     if not name:
         return False
     if name.startswith((".", "/", "~", LOCAL)) or name.count("/") > 1 or Path(name).expanduser().exists():

@@ -57,18 +57,14 @@ def require_repo_id(repo_id: str) -> None:
 
 def require_revision(name: Optional[str], typed: str) -> None:
     """Raise HubError for an invalid branch name, which the Hub would report only after it created the repository.
-
-    ``typed`` is the option that gave it.
-    """
+    ``typed`` is the option that gave it."""
     if name is not None and not re.fullmatch(r"(?!.*(\.\.|//|@\{))[^\s~^:?*\[\\/.-][^\s~^:?*\[\\]*(?<![/.])", name):
         raise HubError(f"{typed} {name!r} is not a valid branch name; give one such as main, or drop it")
 
 
 def token_for(given: Optional[str]) -> str:
-    """Return the token that was given, set or stored; from here on it is hidden wherever it would be printed.
-
-    Raises HubError if there is none, or if it has invalid characters.
-    """
+    """Return the token that was given, set or stored; from here on it is hidden wherever it would be printed. Raises
+    HubError if there is none, or if it has invalid characters."""
     from huggingface_hub import get_token
 
     token = secret((given or get_token() or "").strip())
@@ -83,10 +79,8 @@ def token_for(given: Optional[str]) -> str:
 
 
 def require_push_access(repo_id: str, token: str, private: bool) -> None:
-    """Raise HubError if the Hub would refuse a later push, as far as can be checked without writing.
-
-    It checks the token, write access to the repository, and that it is private if ``private``.
-    """
+    """Raise HubError if the Hub would refuse a later push, as far as can be checked without writing. It checks the
+    token, write access to the repository, and that it is private if ``private``."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -242,7 +236,6 @@ class _RetryPrinter(logging.Handler):
 
 @contextlib.contextmanager
 def _retries_reported() -> Iterator[None]:
-    """Print the messages of huggingface_hub about its retries to standard error."""
     logger, handler = logging.getLogger("huggingface_hub"), _RetryPrinter(logging.WARNING)
     handlers, propagate = logger.handlers, logger.propagate
     logger.handlers, logger.propagate = [handler], False

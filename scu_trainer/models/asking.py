@@ -22,11 +22,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def float32_settings(model: nn.Module) -> list[Any]:
-    """Return torch's settings for the precision of float32 products in ``model`` on a GPU.
-
-    These are the setting of matrix products, and those of convolutions and recurrent cells if the model has any: once
-    one of the latter is set, even to its current value, it no longer follows torch's default.
-    """
+    """Return torch's settings for the precision of float32 products in ``model`` on a GPU. These are the setting of
+    matrix products, and those of convolutions and recurrent cells if the model has any: once one of the latter is set,
+    even to its current value, it no longer follows torch's default."""
     import torch
     from torch.nn.modules.conv import _ConvNd
 
@@ -37,10 +35,8 @@ def float32_settings(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def exact_products(model: nn.Module) -> Iterator[None]:
-    """Compute float32 products in full float32.
-
-    On a GPU, a training may have set TF32 for the whole process, which keeps only 11 bits of each factor.
-    """
+    """Compute float32 products in full float32. On a GPU, a training may have set TF32 for the whole process, which
+    keeps only 11 bits of each factor."""
     import torch
 
     settings = float32_settings(model)

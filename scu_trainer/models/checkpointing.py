@@ -160,7 +160,6 @@ def _keeps_activations(segment: Sequence[nn.Module]) -> bool:
 
 
 def _enable(unit: nn.Module) -> int:
-    """Checkpoint one block, trunk or transformers model, and return its number of checkpointed blocks."""
     if _checkpoints_itself(unit):
         return _enable_transformers(unit)
     if not isinstance(vars(unit).get("forward"), CheckpointedForward):
@@ -204,10 +203,8 @@ class CheckpointedForward:
 
 
 class CheckpointedTrunk(CheckpointedForward):
-    """Replaces the forward of a plain ``nn.Sequential``, checkpointing it in segments.
-
-    Recomputed as one block, it would need as much memory at the peak as without checkpointing.
-    """
+    """Replaces the forward of a plain ``nn.Sequential``, checkpointing it in segments. Recomputed as one block, it
+    would need as much memory at the peak as without checkpointing."""
 
     @property
     def count(self) -> int:
@@ -245,11 +242,9 @@ def _contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, cont
 
 
 class PreservedStatistics:
-    """Context in which BatchNorm and similar layers update copies of their statistics, which are then dropped.
-
-    May be nested. Copies work for any layer, whatever its formula; with momentum 0 instead, an infinite mean times 0
-    would become NaN.
-    """
+    """Context in which BatchNorm and similar layers update copies of their statistics, which are then dropped. May be
+    nested. Copies work for any layer, whatever its formula; with momentum 0 instead, an infinite mean times 0 would
+    become NaN."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block

@@ -37,10 +37,8 @@ def write_model(merged: PreTrainedModel, processor: Any, folder: Path, max_shard
 
 
 def read_back(folder: Path, task: str, device: torch.device, trust_remote_code: bool = False) -> nn.Module:
-    """Load the written model with stock transformers. Raises ModelError if a weight is missing or has another shape.
-
-    ``trust_remote_code`` is for Python code that was copied from the base model.
-    """
+    """Load the written model with stock transformers; ``trust_remote_code`` is for code copied from the base model.
+    Raises ModelError if a weight is missing, unexpected or of another shape."""
     import transformers
 
     model, report = getattr(transformers, CLASSES[task]).from_pretrained(
@@ -55,10 +53,8 @@ def read_back(folder: Path, task: str, device: torch.device, trust_remote_code: 
 def require_same_logits(
     adapter_model: nn.Module, merged: nn.Module, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return (difference, tolerance) of the logits, see ``check_merge``.
-
-    Raises ModelError if the difference is larger than rounding can explain.
-    """
+    """Return (difference, tolerance) of the logits, see ``check_merge``. Raises ModelError if the difference is larger
+    than rounding can explain."""
     difference, tolerance = check_merge(adapter_model, merged, inputs), merge_tolerance(adapter_model, dtype)
     if difference <= tolerance:  # NaN is not
         return difference, tolerance
@@ -71,9 +67,6 @@ def require_same_logits(
 
 
 def needed_bytes(weights: float, stored_bytes: float, dtype_bytes: Optional[float]) -> tuple[int, int]:
-    """Return the (memory, disk) bytes that a merge of ``weights`` weights needs.
-
-    Memory holds the loaded model and two float32 copies. ``dtype_bytes`` are those of a merged weight; None means as in
-    the files of the base.
-    """
+    """Return the (memory, disk) bytes that a merge of ``weights`` weights needs. Memory holds the loaded model and two
+    float32 copies. ``dtype_bytes`` are those of a merged weight; None means as in the files of the base."""
     return int(weights * (stored_bytes + 8)), int(weights * (dtype_bytes or stored_bytes) * 1.02)

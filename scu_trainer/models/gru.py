@@ -66,9 +66,7 @@ class CadenceConfig(PretrainedConfig):
 @dataclass
 class CadenceOutput(ModelOutput):
     """``logits`` (rows, time, words), and ``state`` (layers, rows, hidden), the recurrent state of each row.
-
-    ``last_hidden_state`` (rows, time, hidden) is the output of the model without a head.
-    """
+    ``last_hidden_state`` (rows, time, hidden) is the output of the model without a head."""
 
     loss: Optional[Tensor] = None
     logits: Optional[Tensor] = None
@@ -77,11 +75,8 @@ class CadenceOutput(ModelOutput):
 
 
 class CategoryEmbedding(nn.Embedding):
-    """The category embedding, a separate class because it is initialized differently.
-
-    Word embeddings start small, because they are also output weights; categories that small would have no effect for
-    many steps.
-    """
+    """The category embedding, a separate class because it is initialized differently. Word embeddings start small,
+    because they are also output weights; categories that small would have no effect for many steps."""
 
 
 class CadencePreTrainedModel(PreTrainedModel):
@@ -131,12 +126,9 @@ class CadenceModel(CadencePreTrainedModel):
         use_cache: Optional[bool] = None,
         **_: Any,
     ) -> CadenceOutput:
-        """Compute the hidden states of each row.
-
-        Shapes: input_ids and attention_mask (rows, time); category_ids (rows,), 0 if None; state (layers, rows,
-        hidden). Padding may be on either side, and padded positions change no state. ``use_cache`` returns the state
-        after the last word of each row (default: not in training mode).
-        """
+        """Compute the hidden states of each row. Shapes: input_ids and attention_mask (rows, time); category_ids
+        (rows,), 0 if None; state (layers, rows, hidden). Padding may be on either side, and padded positions change no
+        state. ``use_cache`` returns the state after the last word of each row (default: not in training mode)."""
         order = _words_first(attention_mask)
         hidden = self.dropout(self._embed(input_ids if order is None else input_ids.gather(1, order), category_ids))
         if state is None:
@@ -221,11 +213,9 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CadenceOutput:
-        """Compute logits, and the loss if ``labels`` are given; other arguments are those of ``CadenceModel``.
-
-        labels (rows, time) are word ids, -100 for positions that are not learned; each word is predicted from those
-        before it. ``logits_to_keep`` limits the logits to that many last positions; 0 keeps all.
-        """
+        """Compute logits, and the loss if ``labels`` are given; other arguments are those of ``CadenceModel``. labels
+        (rows, time) are word ids, -100 for positions that are not learned; each word is predicted from those before it.
+        ``logits_to_keep`` limits the logits to that many last positions; 0 keeps all."""
         outputs = self.model(input_ids, category_ids, attention_mask, state, use_cache)
         logits = self.lm_head(self.projection(outputs.last_hidden_state[:, -logits_to_keep:]))
         loss = None
@@ -257,10 +247,8 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: CadenceOutput, model_kwargs: dict[str, Any], *others: Any, **more: Any
     ) -> dict[str, Any]:
-        """Pass the state on to the next step.
-
-        transformers does this only up to version 5.23; later versions would read all words again for each new one.
-        """
+        """Pass the state on to the next step. transformers does this only up to version 5.23; later versions would read
+        all words again for each new one."""
         if "state" in outputs:
             model_kwargs["state"] = outputs.state
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *others, **more)

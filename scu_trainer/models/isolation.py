@@ -42,10 +42,8 @@ def declared_leak(config: PretrainedConfig) -> Optional[str]:
 
 
 def isolates(model: nn.Module, vocab_size: int) -> bool:
-    """Return whether the logits of a document stay the same when another document precedes it in the row.
-
-    Position ids restart at each document and no attention mask is given, as the collator does for isolated documents.
-    """
+    """Return whether the logits of a document stay the same when another document precedes it in the row. Position ids
+    restart at each document and no attention mask is given, as the collator does for isolated documents."""
     change, is_half = leak(model, vocab_size)
     return change <= (HALF_TOLERANCE if is_half else TOLERANCE)
 
@@ -60,10 +58,8 @@ def has_all_weights(model: nn.Module) -> bool:
 
 
 def leak(model: nn.Module, vocab_size: int) -> tuple[float, bool]:
-    """Return how much a first document changes the logits of the second, and whether the model computes in 16 bits.
-
-    The change is the largest one, relative to the largest logit.
-    """
+    """Return the largest change of a second document's logits by the first one, relative to the largest logit, and
+    whether the model has 16-bit weights."""
     import torch
 
     device = input_device(model)

@@ -46,10 +46,8 @@ MAMBA_PACKAGES = ("mamba_ssm", "causal_conv1d")
 
 def best_attention(wanted: Optional[str], device: torch.device | str, half_precision: bool) -> Optional[str]:
     """Return the ``attn_implementation`` to load a model with; None leaves it to transformers, which takes sdpa.
-
     ``wanted`` is the user's choice, if any, and ``half_precision`` whether attention is computed in bf16 or fp16.
-    Raises ModelError if ``wanted`` does not exist or cannot run here.
-    """
+    Raises ModelError if ``wanted`` does not exist or cannot run here."""
     from transformers.utils import is_flash_attn_2_available
 
     on_cuda = torch.device(device).type == "cuda"

@@ -16,11 +16,9 @@ FORMATS = {
 
 
 def apply_channels_last(model: nn.Module) -> int:
-    """Put the filters of all 2D and 3D convolutions into channels_last layout, and images as they enter the model.
-
-    The layout changes no values: results are equal up to rounding, and names and saved files do not change. Videos get
-    the layout from the first convolution that they reach. Returns the number of convolutions; 0 if nothing changed.
-    """
+    """Put the filters of all 2D and 3D convolutions into channels_last layout, and images as they enter the model. The
+    layout changes no values: results are equal up to rounding, and names and saved files do not change. Videos get the
+    layout from the first convolution that they reach. Returns the number of convolutions; 0 if nothing changed."""
     found = [(module, layout) for module in model.modules() if (layout := _layout(module)) is not None]
     for module, layout in found:
         module.to(memory_format=layout)

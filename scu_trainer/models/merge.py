@@ -52,9 +52,7 @@ def merge_adapter(model: PeftModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def full_weights(model: nn.Module, dtype: torch.dtype) -> PreTrainedModel:
     """Return ``model`` in ``dtype`` with any adapter merged (see ``merge_adapter``); ``model`` itself if it already is.
-
-    Raises ModelError for a model without adapter that is packed into 4 or 8 bits.
-    """
+    Raises ModelError for a model without adapter that is packed into 4 or 8 bits."""
     if hasattr(model, "peft_config"):
         return merge_adapter(model, dtype)
     if any(stored_bits(module) is not None for module in model.modules()):
@@ -133,10 +131,8 @@ def _untie(full: PreTrainedModel) -> None:
 
 
 def _loaded_from_state(like: PreTrainedModel, state: dict[str, torch.Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model of the class and config of ``like`` with these weights, made by ``from_pretrained``.
-
-    So tied weights are tied, and what the architecture keeps in float32 (position buffers, some layers) stays there.
-    """
+    """Return a model of the class and config of ``like`` with these weights, made by ``from_pretrained``. So tied
+    weights are tied, and what the architecture keeps in float32 (position buffers, some layers) stays there."""
     config = copy.deepcopy(like.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -233,10 +229,8 @@ Inputs = Union["torch.Tensor", Mapping[str, "torch.Tensor"]]
 
 def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> float:
     """Return the largest difference of the logits, divided by the largest logit, with both models in evaluation mode.
-
     ``inputs`` are input_ids (rows, time), or the models' inputs by name; padding (attention_mask 0) is not compared.
-    Compare the result with ``merge_tolerance``; it is NaN, which no tolerance allows, if any logits are not finite.
-    """
+    Compare the result with ``merge_tolerance``; it is NaN, which no tolerance allows, if any logits are not finite."""
     inputs = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
     return relative_difference(logits_of(adapter_model, inputs), logits_of(merged, inputs), inputs)
 

@@ -31,11 +31,9 @@ MLP, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_
 
 @dataclass(frozen=True)
 class Units:
-    """``count`` units of one ``kind``; ``kept`` of them stay.
-
-    ``written`` maps the names of the modules that compute the units to how many of their outputs belong to one unit,
-    and ``read`` the modules that use them to how many of their inputs do. Those of a unit are adjacent.
-    """
+    """``count`` units of one ``kind``; ``kept`` of them stay. ``written`` maps the names of the modules that compute
+    the units to how many of their outputs belong to one unit, and ``read`` the modules that use them to how many of
+    their inputs do. Those of a unit are adjacent."""
 
     kind: str
     count: int
@@ -64,11 +62,9 @@ def kept_of(count: int, amount: float) -> int:
 
 
 def plan_pruning(model: PreTrainedModel, amount: float, kinds: Sequence[str] = ()) -> PruningPlan:
-    """Plan the pruning of the share ``amount`` of the units of each kind.
-
-    ``kinds`` are NEURONS, HEADS or both (the default) for a language model, and CHANNELS for a ResNet. Raises
-    ModelError for a model whose configuration cannot describe the result, and if nothing would be removed.
-    """
+    """Plan the pruning of the share ``amount`` of the units of each kind. ``kinds`` are NEURONS, HEADS or both (the
+    default) for a language model, and CHANNELS for a ResNet. Raises ModelError for a model whose configuration cannot
+    describe the result, and if nothing would be removed."""
     is_resnet = getattr(model.config, "model_type", None) == "resnet"
     allowed = (CHANNELS,) if is_resnet else (NEURONS, HEADS)
     other = next((kind for kind in kinds if kind not in allowed), None)
@@ -120,10 +116,8 @@ def _head_fields(groups: int, heads_per_group: int, size: int) -> dict[str, int]
 
 
 def _accepts(config: PretrainedConfig, changes: Mapping[str, Any]) -> bool:
-    """Return whether the model's config accepts ``changes``.
-
-    Some configs, for example, require a hidden size that is a multiple of the number of heads.
-    """
+    """Return whether the model's config accepts ``changes``. Some configs, for example, require a hidden size that is a
+    multiple of the number of heads."""
     from huggingface_hub.errors import StrictDataclassError
 
     if changes["num_key_value_heads"] == config.num_key_value_heads:
@@ -143,10 +137,8 @@ def _changed(config: PretrainedConfig, changes: Mapping[str, Any]) -> Pretrained
 
 
 def _modules_with_linears(model: PreTrainedModel, parts: Sequence[str], field: str) -> list[str]:
-    """Return the names of the modules that have ``parts`` as linear layers, one in each layer of the model.
-
-    Raises ModelError if some layers have none, or if the config has no number ``field`` for them.
-    """
+    """Return the names of the modules that have ``parts`` as linear layers, one in each layer of the model. Raises
+    ModelError if some layers have none, or if the config has no number ``field`` for them."""
     from torch import nn
 
     names = [
@@ -165,11 +157,8 @@ def _modules_with_linears(model: PreTrainedModel, parts: Sequence[str], field: s
 
 
 def _plan_resnet(model: PreTrainedModel, amount: float) -> PruningPlan:
-    """Plan the pruning of a ResNet.
-
-    The channels between blocks are shared by all blocks of a stage, because its shortcuts add them; the channels inside
-    a block belong to that block only.
-    """
+    """Plan the pruning of a ResNet. The channels between blocks are shared by all blocks of a stage, because its
+    shortcuts add them; the channels inside a block belong to that block only."""
     config, modules = model.config, dict(model.named_modules())
     is_bottleneck = config.layer_type == "bottleneck"
     stem, stages = "resnet.embedder.embedder", "resnet.encoder.stages"
@@ -213,11 +202,8 @@ def _layer(name: str) -> dict[str, int]:
 
 
 def pruned(model: PreTrainedModel, plan: PruningPlan, batches: Iterable[Mapping[str, Tensor]]) -> PreTrainedModel:
-    """Return a new, smaller model on the CPU; ``model`` does not change.
-
-    The contributions of units are measured on ``batches`` of inputs. Raises ModelError if the smaller configuration
-    does not fit the smaller weights.
-    """
+    """Return a new, smaller model on the CPU; ``model`` does not change. The contributions of units are measured on
+    ``batches`` of inputs. Raises ModelError if the smaller configuration does not fit the smaller weights."""
     import torch
 
     squares = _mean_squares(model, {name for units in plan.units for name in units.read}, batches)
@@ -236,17 +222,17 @@ def _mean_squares(model: nn.Module, names: set[str], batches: Iterable[Mapping[s
     """Return the mean squares of each input, summed over batches, by module name; float64 (inputs,)."""
     sums: dict[str, Tensor] = {}
 
-    def watch(name: str, module: nn.Module):
+    def hook_for(name: str, module: nn.Module):
         channels = 1 if hasattr(module, "kernel_size") else -1
 
-        def see(_: nn.Module, inputs: tuple) -> None:
-            found = inputs[0].detach().double().square().transpose(channels, -1).flatten(0, -2).mean(0)
-            sums[name] = sums.get(name, 0.0) + found
+        def add_squares(_: nn.Module, inputs: tuple) -> None:
+            squares = inputs[0].detach().double().square().transpose(channels, -1).flatten(0, -2).mean(0)
+            sums[name] = sums.get(name, 0.0) + squares
 
-        return see
+        return add_squares
 
     hooks = [
-        model.get_submodule(name).register_forward_pre_hook(watch(name, model.get_submodule(name))) for name in names
+        model.get_submodule(name).register_forward_pre_hook(hook_for(name, model.get_submodule(name))) for name in names
     ]
     try:
         with evaluating(model):
@@ -269,7 +255,7 @@ def _strongest(model: nn.Module, units: Units, squares: Mapping[str, Tensor]) ->
 
 
 def _cut(weights: dict[str, Tensor], module: str, dim: int, kept_indices: Tensor, width: int) -> None:
-    """Keep only the entries of the units ``stay``, ``width`` each, along ``dim`` of the weights of ``module``."""
+    """Keep only the units ``kept_indices``, of ``width`` entries each, along ``dim`` of the weights of ``module``."""
     import torch
 
     indices = (kept_indices[:, None] * width + torch.arange(width)).flatten()
@@ -293,10 +279,8 @@ def _rebuilt(model: PreTrainedModel, plan: PruningPlan, weights: dict[str, torch
 
 
 def recompute_batchnorm_statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> None:
-    """Set the running means and variances of BatchNorm to their averages over ``batches``.
-
-    The old ones belong to inputs from before channels were cut out. A model without BatchNorm does not change.
-    """
+    """Set the running means and variances of BatchNorm to their averages over ``batches``. The old ones belong to
+    inputs from before channels were cut out. A model without BatchNorm does not change."""
     import torch
 
     norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]

@@ -19,11 +19,8 @@ PROCESSOR = (
 
 
 def model_files(folder: Path) -> tuple[str, ...]:
-    """Return the patterns of the files of a full model.
-
-    Python files count only if the model's configuration refers to code: other Python files in the folder of a run
-    belong to the user.
-    """
+    """Return the patterns of the files of a full model. Python files count only if the model's configuration refers to
+    code: other Python files in the folder of a run belong to the user."""
     config = folder / "config.json"
     has_code = config.is_file() and "auto_map" in read_json(config)
     return (*MODEL, "*.py") if has_code else MODEL

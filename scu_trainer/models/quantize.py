@@ -49,10 +49,8 @@ def require_quantization(settings: ModelSettings, device: torch.device) -> None:
 
 
 def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """Return the dtype in which 4-bit layers compute, which is that of training.
-
-    With ``mixed_precision: auto`` this is bfloat16 if the device has it, else float16 (CUDA) or float32 (CPU).
-    """
+    """Return the dtype in which 4-bit layers compute, which is that of training. With ``mixed_precision: auto`` this is
+    bfloat16 if the device has it, else float16 (CUDA) or float32 (CPU)."""
     import torch
 
     if settings.mixed_precision == "no":
@@ -101,10 +99,8 @@ def quantization_config(
 def meta_model(
     config: PretrainedConfig, trust_remote_code: bool = False, auto: Any = None, **options: Any
 ) -> PreTrainedModel:
-    """Build the model of ``config`` on the meta device: it has names and shapes, but takes no memory.
-
-    ``auto`` is the Auto class to build it with; None means a causal language model.
-    """
+    """Build the model of ``config`` on the meta device: it has names and shapes, but takes no memory. ``auto`` is the
+    Auto class to build it with; None means a causal language model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -179,10 +175,8 @@ def is_mamba(module: nn.Module) -> bool:
 
 
 def _read_by_kernels(model: nn.Module) -> Iterator[str]:
-    """Yield the names of projections in state-space mixers whose weight is read directly instead of called.
-
-    These are all projections but the first. The code that reads them would not understand the shape of packed weights.
-    """
+    """Yield the names of projections in state-space mixers whose weight is read directly instead of called. These are
+    all projections but the first. The code that reads them would not understand the shape of packed weights."""
     from torch import nn
 
     for name, mixer in model.named_modules():
@@ -204,10 +198,8 @@ def stored_bits(module: nn.Module) -> Optional[int]:
 
 
 def is_of_torchao(weight: torch.Tensor) -> bool:
-    """Return whether torchao has packed ``weight``.
-
-    Its dtype is still the one before packing, and most functions of torch do not accept it.
-    """
+    """Return whether torchao has packed ``weight``. Its dtype is still the one before packing, and most functions of
+    torch do not accept it."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # DTensors of FSDP have to_local
@@ -226,9 +218,8 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 
     Unquantized weights keep the dtype in which they were loaded: the rounding error of 4 bits is many times that of
     bfloat16, and float32 embeddings and heads would cost as much memory as quantization saves. Only float16 becomes
-    float32, because small gradients that pass through a float16 weight would vanish.
-
-    Raises ModelError if the files hold a quantized weight that a mamba kernel reads directly.
+    float32, because small gradients that pass through a float16 weight would vanish. Raises ModelError if the files
+    hold a quantized weight that a mamba kernel reads directly.
     """
     import torch
 
@@ -249,10 +240,8 @@ def prepare_quantized(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def mismatched_packed_weights(model: nn.Module) -> list[str]:
-    """Return the names of packed weights that do not have the shape of their layer.
-
-    transformers reports such a mismatch only for weights that it does not pack.
-    """
+    """Return the names of packed weights that do not have the shape of their layer. transformers reports such a
+    mismatch only for weights that it does not pack."""
     names = []
     for name, module in quantized_modules(model):
         state = getattr(module.weight, "quant_state", None)
@@ -264,11 +253,8 @@ def mismatched_packed_weights(model: nn.Module) -> list[str]:
 
 
 def cast_bfloat16_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert bfloat16 weights to ``dtype``.
-
-    On a device without FP8, transformers unpacks FP8 weights to the dtype that was asked for, but leaves the weights
-    that are stored next to them in bfloat16.
-    """
+    """Convert bfloat16 weights to ``dtype``. On a device without FP8, transformers unpacks FP8 weights to the dtype
+    that was asked for, but leaves the weights that are stored next to them in bfloat16."""
     import torch
 
     for parameter in model.parameters():
@@ -277,11 +263,9 @@ def cast_bfloat16_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def prevent_repacking(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights on CPUs with avx512_bf16, and undo it if it has happened.
-
-    There, the first evaluation repacks them for a kernel without a backward: from then on gradients are silently wrong
-    and saved weights differ. Repacked weights are unpacked again, but their scales stay rounded, with a warning.
-    """
+    """Keep bitsandbytes from repacking 4-bit weights on CPUs with avx512_bf16, and undo it if it has happened. There,
+    the first evaluation repacks them for a kernel without a backward: from then on gradients are silently wrong and
+    saved weights differ. Repacked weights are unpacked again, but their scales stay rounded, with a warning."""
     was_repacked = False
     for _, module in quantized_modules(model):
         if stored_bits(module) == 8:

@@ -33,7 +33,6 @@ class ScaledUpdate:
     """Sets the weights of ``model`` to any share of its update.
 
     ``base`` is the loaded model that it was tuned from; None if ``model`` is a peft adapter, which includes its base.
-
     Raises ModelError for what cannot be scaled: DoRA, rows of new tokens, trained biases, adapters that do not start at
     0 (PiSSA, OLoRA), other types of adapters, and a base with other shapes.
     """
@@ -89,7 +88,6 @@ def _moved_by_adapter(model: nn.Module) -> Iterator[Moved]:
 
 
 def _require_scalable(config: Any) -> None:
-    """Raise ModelError if the adapter of ``config`` cannot be scaled."""
     if getattr(config, "bias", "none") != "none":
         raise ModelError(f"biases were trained (bias: {config.bias}), but adapters keep no biases of the base")
     kind, why = getattr(config, "peft_type", SCALED[0]), None

@@ -36,14 +36,14 @@ OTHERS = {
     ("t5", "T5ForConditionalGeneration"): "an encoder-decoder",
     ("bart", "BartForConditionalGeneration"): "an encoder-decoder",
     ("whisper", "WhisperForConditionalGeneration"): "an encoder-decoder",
-    ("llama", "LlamaForSequenceClassification"): "a classifier of texts",
-    ("bert", "BertForTokenClassification"): "a classifier of words",
-    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): "a model of images and text",
-    ("llava", "LlavaForConditionalGeneration"): "a model of images and text",
-    ("vit", "ViTForImageClassification"): "a classifier of images.*--task image-classification",
-    ("resnet", "ResNetModel"): "a model of images.*--task image-classification",
-    ("wav2vec2", "Wav2Vec2ForCTC"): "a recognizer of speech",
-    ("clip", "CLIPModel"): "not a causal language model in transformers|a model of images",
+    ("llama", "LlamaForSequenceClassification"): "a text classifier",
+    ("bert", "BertForTokenClassification"): "a token classifier",
+    ("qwen2_vl", "Qwen2VLForConditionalGeneration"): "an image-text model",
+    ("llava", "LlavaForConditionalGeneration"): "an image-text model",
+    ("vit", "ViTForImageClassification"): "an image classifier.*--task image-classification",
+    ("resnet", "ResNetModel"): "an image model.*--task image-classification",
+    ("wav2vec2", "Wav2Vec2ForCTC"): "a speech recognition model",
+    ("clip", "CLIPModel"): "not a causal language model in transformers|an image model",
 }
 
 

@@ -261,7 +261,7 @@ def test_a_folder_with_the_settings_of_a_tokenizer_alone(model_dir, copy_of):
 
 def test_a_model_of_images_is_named_before_its_tokenizer_is_missed(tmp_path):
     ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"is a classifier of images \(vit\).*--task image-classification"):
+    with pytest.raises(ModelError, match=r"is an image classifier \(vit\).*--task image-classification"):
         load_tokenizer(settings(tmp_path))
 
 

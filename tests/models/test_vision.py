@@ -335,7 +335,7 @@ def test_processor_whose_values_cannot_be_repeated_is_refused():
     with pytest.raises(ModelError, match="Rooted does more to pixels"):
         require_stock_pixels(processor, 3, functools.partial(fixed_pixels, processor=processor))
     blind = ViTImageProcessorPil(do_normalize=False, rescale_factor=0.0)
-    with pytest.raises(ModelError, match="makes black and white images the same"):
+    with pytest.raises(ModelError, match="gives black and white the same values"):
         pixel_inputs(blind, 3)
 
 

@@ -71,9 +71,7 @@ class Leftover:
 @dataclass(frozen=True)
 class Users:
     """Which files living processes have open or mapped, by pid, and the other processes of this project (``ours``).
-
-    ``is_complete`` is False if the system does not report this for all processes that may use our files.
-    """
+    ``is_complete`` is False if the system does not report this for all processes that may use our files."""
 
     files: dict[Path, int]
     ours: dict[int, str]
@@ -96,10 +94,8 @@ class Users:
 
 
 def users(proc: Path = PROC) -> Users:
-    """Return who uses files, from ``proc``, the folder in which the system describes its processes.
-
-    The open files of other users' processes are not visible, but all entries found here belong to this user.
-    """
+    """Return who uses files, from ``proc``, the folder in which the system describes its processes. The open files of
+    other users' processes are not visible, but all entries found here belong to this user."""
     import psutil
 
     # A process that started this command, such as a shell, may have its words in its own command line.
@@ -233,10 +229,8 @@ def _flock(path: Path) -> Iterator[None]:
 
 
 def remove(item: Leftover, who: Callable[[], Users] = users) -> int:
-    """Remove ``item`` and return how many bytes that freed.
-
-    Raises InUse if a process uses it by now, and StorageError if it cannot be removed.
-    """
+    """Remove ``item`` and return how many bytes that freed. Raises InUse if a process uses it by now, and StorageError
+    if it cannot be removed."""
     if item.used_by is not None:
         raise InUse(item.used_by)
     with item.lock():

@@ -121,11 +121,9 @@ def find_target(text: str) -> Target:
 
 
 def _process_of(state: dict[str, Any]) -> Optional[psutil.Process]:
-    """Return the process that wrote run.json if it is alive.
-
-    A process that started after the last write of run.json has only reused its pid. The field ``started`` would not
-    work for this check, because a resumed run keeps the time of its first start.
-    """
+    """Return the process that wrote run.json if it is alive. A process that started after the last write of run.json
+    has only reused its pid. The field ``started`` would not work for this check, because a resumed run keeps the time
+    of its first start."""
     import psutil
 
     if state["status"] not in LIVE or not state.get("pid"):
@@ -215,10 +213,8 @@ def family(supervisor: psutil.Process) -> list[psutil.Process]:
 
 
 def held_bytes(process: psutil.Process) -> Optional[int]:
-    """Return the main memory of a process and its family; None if it has ended.
-
-    Shared pages count once if the system reports that.
-    """
+    """Return the main memory of a process and its family; None if it has ended. Shared pages count once if the system
+    reports that."""
     sizes = [size for member in family(process) if (size := _sizes(member)) is not None]
     return sum(rss if pss is None else pss for rss, pss in sizes) or None
 
@@ -238,10 +234,8 @@ def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:
 
 
 def gpu_bytes(pids: set[int]) -> Optional[int]:
-    """Return the bytes that these processes hold on GPUs.
-
-    None if the driver's tool is not installed or reports none of them, as inside a container.
-    """
+    """Return the bytes that these processes hold on GPUs. None if the driver's tool is not installed or reports none of
+    them, as inside a container."""
     ours = [user.used_bytes for _, user in gpu_users() or () if user.pid in pids and user.used_bytes is not None]
     return sum(ours) if ours else None
 

@@ -34,11 +34,8 @@ def _column(name: str) -> str:
 
 
 class CsvLog:
-    """Appends readings to ``path``, or to standard output for "-"; each row is one unbuffered write.
-
-    An incomplete row that a killed writer left is cut off. Raises StorageError if the file cannot be written or has
-    other columns.
-    """
+    """Appends readings to ``path``, or to standard output for "-"; each row is one unbuffered write. An incomplete row
+    that a killed writer left is cut off. Raises StorageError if the file cannot be written or has other columns."""
 
     def __init__(self, path: str) -> None:
         self._path = None if path == "-" else Path(path).expanduser()

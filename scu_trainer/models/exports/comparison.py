@@ -57,7 +57,6 @@ def in_llama_cpp(
 
 
 def _require_same_tokens(loaded: LlamaCpp, tokenizer: Any, texts: list[str]) -> None:
-    """Raise ModelError if llama.cpp splits one of ``texts`` into other tokens than ``tokenizer``."""
     for text in texts:
         expected, found = tokenizer(text)["input_ids"], loaded.tokens(text)
         if expected == found:
@@ -73,10 +72,8 @@ def _require_same_tokens(loaded: LlamaCpp, tokenizer: Any, texts: list[str]) -> 
 
 
 def _compare(model: nn.Module, loaded: LlamaCpp, row: list[int]) -> tuple[float, bool]:
-    """Compare the logits of the token after ``row``.
-
-    Returns their largest difference, divided by the largest logit, and whether the most likely token is the same.
-    """
+    """Compare the logits of the token after ``row``. Returns their largest difference, divided by the largest logit,
+    and whether the most likely token is the same."""
     import torch
 
     device = next(model.parameters()).device
@@ -110,10 +107,8 @@ def in_onnx(
     model: nn.Module, folder: Path, inputs: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor],
     dtype: torch.dtype, trust_remote_code: bool,
 ) -> tuple[float, float]:  # fmt: skip
-    """Compare ``model`` with the ONNX export in ``folder``; return (difference, tolerance) of the logits.
-
-    ``inputs`` are those of ``model``, and ``floats`` those of a stock model. Raises ModelError if the logits differ.
-    """
+    """Compare ``model`` with the ONNX export in ``folder``; return (difference, tolerance) of the logits. ``inputs``
+    are those of ``model``, and ``floats`` those of a stock model. Raises ModelError if the logits differ."""
     difference = relative_difference(logits_of(model, inputs), onnx_logits(folder, floats, trust_remote_code), inputs)
     name = str(dtype).removeprefix("torch.")
     tolerance = max(ONNX_TOLERANCE.get(name, 0.0), merge_tolerance(model, dtype))

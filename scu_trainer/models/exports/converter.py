@@ -63,10 +63,8 @@ def _set_word_rule(name: Optional[str]) -> None:
 
 
 def _translate_names(config_file: Path) -> None:
-    """Give the converter the older names of configuration fields, both in the file and in what it loads.
-
-    It loads most configurations through transformers, which converts them to new names again, and some from the file.
-    """
+    """Give the converter the older names of configuration fields, both in the file and in what it loads. It loads most
+    configurations through transformers, which converts them to new names again, and some from the file."""
     from conversion.base import ModelBase
 
     config_file.write_text(json.dumps(older_names(json.loads(config_file.read_text(encoding="utf-8")))))

@@ -42,19 +42,15 @@ def require_gguf(architecture: str, converter: Optional[Path]) -> None:
 
 def write_gguf(weights: Path, output: Path, outtype: str, converter: Optional[Path] = None) -> None:
     """Convert the saved model in the folder ``weights``, whose config.json is rewritten, to the GGUF file ``output``.
-
-    Raises ModelError with the converter's reason if it fails, and OSError if the disk is full.
-    """
+    Raises ModelError with the converter's reason if it fails, and OSError if the disk is full."""
     rule = word_rule_name(weights / "tokenizer.json")
     words = [str(weights), "--outfile", str(output), "--outtype", outtype, *(["--pre", rule] if rule else [])]
     _run(converter, "the converter of llama.cpp cannot write this model", *words)
 
 
 def copy_sentencepiece_model(sources: Iterable[str], weights: Path) -> None:
-    """Copy tokenizer.model from the first of ``sources`` (folders and Hub ids) that has it into ``weights``.
-
-    The converter needs this SentencePiece file for some tokenizers; everything else reads tokenizer.json instead.
-    """
+    """Copy tokenizer.model from the first of ``sources`` (folders and Hub ids) that has it into ``weights``. The
+    converter needs this SentencePiece file for some tokenizers; everything else reads tokenizer.json instead."""
     from transformers.utils import cached_file
 
     target = weights / "tokenizer.model"

@@ -65,10 +65,7 @@ class LlamaCpp:
 
 @contextmanager
 def in_llama_cpp(file: Path, tokens: int) -> Iterator[LlamaCpp]:
-    """Run llama.cpp with ``file`` in a process; ``tokens`` is the most that a row may have.
-
-    Raises ModelError if llama.cpp cannot load the file.
-    """
+    """Run llama.cpp with ``file`` in a process for rows of up to ``tokens``. Raises ModelError if it cannot load it."""
     command = [sys.executable, "-m", __name__, str(file), str(tokens)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -30,10 +30,8 @@ Border = tuple[str, str]
 
 @dataclass(frozen=True)
 class Borders:
-    """``texts`` between two messages, by the roles (before, after).
-
-    START means that no message precedes, and END that the beginning of an answer follows.
-    """
+    """``texts`` between two messages, by the roles (before, after). START means that no message precedes, and END that
+    the beginning of an answer follows."""
 
     texts: dict[Border, str]
 
@@ -69,10 +67,8 @@ def _switch(name: str, texts: Mapping[str, str]) -> str:
 
 
 def borders_of(tokenizer: Any) -> Optional[Borders]:
-    """Return the texts between messages in the tokenizer's chat template.
-
-    None if it has no template, or one that depends on more than the roles or cannot be written in Go.
-    """
+    """Return the texts between messages in the tokenizer's chat template. None if it has no template, or one that
+    depends on more than the roles or cannot be written in Go."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     texts: dict[Border, str] = {}
@@ -86,10 +82,8 @@ def borders_of(tokenizer: Any) -> Optional[Borders]:
 
 
 def template_of(tokenizer: Any, answers_plain_text: bool = False) -> tuple[Optional[str], str]:
-    """Return (template in Ollama's language, a line that says how it was made).
-
-    The template is None if it cannot be written; Ollama then looks for one itself. ``answers_plain_text``: see Talker.
-    """
+    """Return (template in Ollama's language, a line that says how it was made). The template is None if it cannot be
+    written; Ollama then looks for one itself. ``answers_plain_text``: see Talker."""
     if not getattr(tokenizer, "chat_template", None):
         if answers_plain_text:
             return PLAIN_ANSWERS, "Modelfile: no chat template, a blank line follows the question"
@@ -131,16 +125,13 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]]) -> Optional[str]:
 
 
 def model_name(name: str) -> str:
-    """Return ``name`` as Ollama accepts it (its types/model/name.go): ASCII letters and digits, later also - _ and ."""
+    """Return ``name`` as Ollama accepts it (its types/model/name.go): ASCII letters, digits, and - _ . inside."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:80] or "model"
 
 
 def modelfile(file_name: str, template: Optional[str], stops: Sequence[str], positions: Optional[int]) -> str:
-    """Return the text of the Modelfile.
-
-    ``stops`` are texts that end an answer. ``positions`` of the model are written if they are fewer than Ollama's
-    default of 4,096.
-    """
+    """Return the text of the Modelfile. ``stops`` are texts that end an answer. ``positions`` of the model are written
+    if they are fewer than Ollama's default of 4,096."""
     lines = [f"FROM ./{file_name}", *([] if template is None else [f'TEMPLATE """{template}"""'])]
     lines += [f"PARAMETER stop {_quoted(text)}" for text in stops]
     if positions is not None and positions < 4096:

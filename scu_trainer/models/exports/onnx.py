@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 
 
 def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write one graph, ``model.onnx`` with its weights next to it, that computes the logits of whole rows.
-
-    It takes any number of rows of any length; ``inputs`` are rows to trace with. Raises ModelError with the exporter's
-    reason if it fails.
-    """
+    """Write one graph, ``model.onnx`` with its weights next to it, that computes the logits of whole rows. It takes any
+    number of rows of any length; ``inputs`` are rows to trace with. Raises ModelError with the exporter's reason if it
+    fails."""
     import torch
     from transformers.exporters import OnnxConfig, OnnxExporter
 
@@ -36,9 +34,7 @@ def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Pat
 
 def onnx_logits(folder: Path, inputs: Mapping[str, torch.Tensor], trust_remote_code: bool = False) -> torch.Tensor:
     """Return the logits that ONNX Runtime computes from the export in ``folder``, as float32 on the CPU.
-
-    ``trust_remote_code`` is for the configuration. Raises ModelError if ONNX Runtime cannot run the export.
-    """
+    ``trust_remote_code`` is for the configuration. Raises ModelError if ONNX Runtime cannot run the export."""
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, NotImplemented
     from transformers.exporters import ExportedModel
 

@@ -32,10 +32,8 @@ SAVED_WHOLE = ("", "base_layer.", "modules_to_save.", ROWS_IN_WHOLE)
 
 
 def active_configs(model: nn.Module) -> list[PeftConfig]:
-    """Return the configurations of the active adapters.
-
-    Several are active in a PeftMixedModel, or if ``set_adapter`` was given a list.
-    """
+    """Return the configurations of the active adapters. Several are active in a PeftMixedModel, or if ``set_adapter``
+    was given a list."""
     names, configs = getattr(model, "active_adapters", ()), getattr(model, "peft_config", {})
     return [configs[name] for name in names if name in configs] if configs and not callable(names) else []
 
@@ -46,11 +44,9 @@ def active_config(model: nn.Module) -> Optional[PeftConfig]:
 
 
 def generation_obstacle(model: nn.Module) -> Optional[str]:
-    """Return why ``model`` would generate wrong text; None if it would not.
-
-    peft puts a learned prompt before the text. If peft is older than transformers needs, it does not find the cache and
-    puts the prompt there again at every token.
-    """
+    """Return why ``model`` would generate wrong text; None if it would not. peft puts a learned prompt before the text.
+    If peft is older than transformers needs, it does not find the cache and puts the prompt there again at every
+    token."""
     if not getattr(active_config(model), "is_prompt_learning", False):
         return None
     from transformers.integrations.peft import MIN_PEFT_VERSION as NEEDED
@@ -66,18 +62,14 @@ def generation_obstacle(model: nn.Module) -> Optional[str]:
 
 def changes_base_weights(config: Any) -> bool:
     """Return whether an adapter of this configuration subtracts its initial value from the base weights, as PiSSA does.
-
-    With such an adapter disabled, the weights differ from those of the base model.
-    """
+    With such an adapter disabled, the weights differ from those of the base model."""
     return str(getattr(config, "init_lora_weights", True)).lower().startswith(MUTATING)
 
 
 def adapter_targets(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers that LoRA can act on. Raises ModelError if there are none.
-
-    These are all linear layers, as with peft's ``all-linear``, except the output head and projections that pass their
-    weight to a fused kernel instead of being called: an adapter there would train on a CPU and do nothing on a GPU.
-    """
+    """Return the names of the linear layers that LoRA can act on. Raises ModelError if there are none. These are all
+    linear layers, as with peft's ``all-linear``, except the output head and projections that pass their weight to a
+    fused kernel instead of being called: an adapter there would train on a CPU and do nothing on a GPU."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     excluded = {name for name, module in model.named_modules() if module is head} | {*bypassed_projections(model)}
     usable = [name for name in _linear_names(model) if name not in excluded]
@@ -89,11 +81,9 @@ def adapter_targets(model: nn.Module) -> list[str]:
 
 
 def bypassed_projections(model: nn.Module) -> Iterator[str]:
-    """Yield the full names of mamba projections whose weights the fused kernels take as arguments.
-
-    These are the output projection, and in Mamba-1 also the projections of the state. peft refuses LoRA on the output
-    projection for the families it knows, which do not yet include Granite's hybrid.
-    """
+    """Yield the full names of mamba projections whose weights the fused kernels take as arguments. These are the output
+    projection, and in Mamba-1 also the projections of the state. peft refuses LoRA on the output projection for the
+    families it knows, which do not yet include Granite's hybrid."""
     for name, module in model.named_modules():
         if is_mamba(module):
             yield from (f"{name}.{leaf}" for leaf in ("out_proj", "x_proj", "dt_proj") if hasattr(module, leaf))
@@ -111,11 +101,9 @@ def _leaf(name: str) -> str:
 
 
 def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Optional[list[str]]:
-    """Return ``wanted`` if the model has all of these modules, and None if ``wanted`` is empty.
-
-    Warns about mamba projections, where adapters have no effect on a GPU. Raises ModelError with the nearest name for a
-    module that the model does not have.
-    """
+    """Return ``wanted`` if the model has all of these modules, and None if ``wanted`` is empty. Warns about mamba
+    projections, where adapters have no effect on a GPU. Raises ModelError with the nearest name for a module that the
+    model does not have."""
     if not wanted:
         return None
     if list(wanted) == ["all-linear"]:
@@ -141,12 +129,9 @@ def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Option
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """How a kind of model is adapted.
-
-    ``task_type`` is peft's name of the task. ``targets`` are the layers to adapt if the user names none (None: those of
-    ``adapter_targets``). ``modules_to_save`` are trained in full next to the adapters. ``new_rows`` are the embedding
-    rows of tokens that were added to the tokenizer.
-    """
+    """How a kind of model is adapted. ``task_type`` is peft's name of the task. ``targets`` are the layers to adapt if
+    the user names none (None: those of ``adapter_targets``). ``modules_to_save`` are trained in full next to the
+    adapters. ``new_rows`` are the embedding rows of tokens that were added to the tokenizer."""
 
     task_type: Optional[str] = "CAUSAL_LM"
     targets: Optional[list[str]] = None
@@ -218,10 +203,8 @@ def _trainable_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[in
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> tuple[int, ...]:
-    """Add ``new_tokens`` to the tokenizer and return their ids.
-
-    Raises ModelError for a token that the tokenizer already has, and for a list that was typed as one word.
-    """
+    """Add ``new_tokens`` to the tokenizer and return their ids. Raises ModelError for a token that the tokenizer
+    already has, and for a list that was typed as one word."""
     known = [token for token in settings.new_tokens or () if token in tokenizer.get_vocab()]
     if known:
         raise ModelError(f"new_tokens has {known[0]!r}, which the tokenizer already has; take it out")
@@ -277,11 +260,9 @@ def _saved_shapes(adapter: Path) -> dict[str, list[int]]:
 
 
 def freeze_unselected_weights(model: nn.Module, settings: ModelSettings) -> nn.Module:
-    """For ``tuning: full``, freeze all weights but those in ``trainable_parameters`` and not in ``frozen_parameters``.
-
-    Without these settings nothing changes. Raises ModelError for a pattern that matches no weight, and if nothing is
-    left to train.
-    """
+    """For ``tuning: full``, freeze weights that no pattern of ``trainable_parameters`` (by default: all) matches, and
+    those that one of ``frozen_parameters`` matches. Raises ModelError for a pattern that matches no weight, and if
+    nothing is left to train."""
     if not (settings.trainable_parameters or settings.frozen_parameters):
         return model
     names = [name for name, _ in model.named_parameters()]
@@ -306,10 +287,8 @@ def _kinds_of_weights(names: list[str]) -> str:
 
 
 def save_only_new_rows(model: nn.Module) -> nn.Module:
-    """Make ``model.save_pretrained`` save only the rows of new tokens.
-
-    By default peft saves the whole embedding, because it has grown.
-    """
+    """Make ``model.save_pretrained`` save only the rows of new tokens. By default peft saves the whole embedding,
+    because it has grown."""
 
     class WithNewTokens(type(model)):
         def save_pretrained(self, save_directory: str, *args: Any, **options: Any) -> None:

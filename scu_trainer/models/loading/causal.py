@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 NOT_CAUSAL = (
-    ("ForSequenceClassification", "a classifier of texts"),
-    ("ForTokenClassification", "a classifier of words"),
-    ("ForQuestionAnswering", "a finder of answers in a text"),
-    ("ForMultipleChoice", "a model for multiple choice"),
-    ("ForImageClassification", "a classifier of images"),
-    ("ForCTC", "a recognizer of speech"),
-    ("ForSpeechSeq2Seq", "a recognizer of speech"),
-    ("ForAudioClassification", "a classifier of sounds"),
+    ("ForSequenceClassification", "a text classifier"),
+    ("ForTokenClassification", "a token classifier"),
+    ("ForQuestionAnswering", "a question answering model"),
+    ("ForMultipleChoice", "a multiple choice model"),
+    ("ForImageClassification", "an image classifier"),
+    ("ForCTC", "a speech recognition model"),
+    ("ForSpeechSeq2Seq", "a speech recognition model"),
+    ("ForAudioClassification", "an audio classifier"),
 )
 """Endings of the names of architectures without a language model head, and what such a model is."""
 
@@ -43,10 +43,8 @@ def require_causal(config: PretrainedConfig, name: str) -> None:
 
 
 def _other_kind(config: PretrainedConfig) -> tuple[str, str] | None:
-    """Return what kind of model it is and what to do instead.
-
-    None for a causal language model, and for a configuration that does not declare its kind.
-    """
+    """Return what kind of model it is and what to do instead. None for a causal language model, and for a configuration
+    that does not declare its kind."""
     from transformers.models.auto import modeling_auto as auto
 
     kind, architectures = config.model_type, config.architectures or ()
@@ -65,9 +63,9 @@ def _other_kind(config: PretrainedConfig) -> tuple[str, str] | None:
         kind in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES or getattr(config, "vision_config", None) is not None
     )
     if not is_causal and reads_images:
-        return "a model of images and text", f"{USE_OWN_TRAINER}. Its images are not supported"
+        return "an image-text model", f"{USE_OWN_TRAINER}. Its images are not supported"
     if not is_causal and kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES:
-        return "a model of images", USE_IMAGE_TASK
+        return "an image model", USE_IMAGE_TASK
     if not is_causal and kind in auto.CONFIG_MAPPING_NAMES:
         return "not a causal language model in transformers", USE_OWN_TRAINER
     return None

@@ -1,9 +1,9 @@
 """``device_map``: spread the weights of one process over GPUs, main memory and disk, planned before any is loaded.
 
-    require_compatible_training(settings, training)          refuse settings that cannot be combined with device_map
-    check_limits(settings, memory, gpus)        check the limits that the user gave
-    place(settings, memory, free) -> Placement  plan from a model without weights, and refuse an untrainable plan
-    from_pretrained(name, **arguments)          accelerate's hooks then fetch offloaded weights whenever a layer runs
+    require_compatible_training(settings, training)  refuse settings that cannot be combined with device_map
+    check_limits(settings, memory, gpus)             check the limits that the user gave
+    place(settings, memory, free) -> Placement       plan from a model without weights, and refuse an untrainable plan
+    from_pretrained(name, **arguments)               accelerate's hooks then fetch offloaded weights when a layer runs
 
 GPUs are filled first, then main memory, then disk. Where layers are fetched to, room for the largest one stays free.
 """
@@ -47,12 +47,9 @@ class FreeMemory:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the weights of a model go.
-
-    ``device_map`` maps module names to devices, and ``weight_bytes`` devices to the bytes they hold.
-    ``rewritten_bytes`` is what loading writes into ``offload_folder``; weights that safetensors files already hold in
-    the model's layout are not written, but read from those files.
-    """
+    """Where the weights of a model go. ``device_map`` maps module names to devices, and ``weight_bytes`` devices to the
+    bytes they hold. ``rewritten_bytes`` is what loading writes into ``offload_folder``; weights that safetensors files
+    already hold in the model's layout are not written, but read from those files."""
 
     device_map: dict[str, Device]
     weight_bytes: dict[Device, int]
@@ -77,11 +74,8 @@ class Placement:
         return {"device_map": self.device_map, **({} if folder is None else {"offload_folder": str(folder.path)})}
 
     def line(self, checkpoints: bool) -> str:
-        """Return the log line that says where the weights are.
-
-        ``checkpoints`` is whether ``checkpoint_every_layer`` is on: without it offloading saves little memory, and the
-        line says so.
-        """
+        """Return the log line that says where the weights are. ``checkpoints`` is whether ``checkpoint_every_layer`` is
+        on: without it offloading saves little memory, and the line says so."""
         sizes = sorted(self.weight_bytes.items(), key=lambda entry: (isinstance(entry[0], str), entry[0]))
         parts = ", ".join(f"{_readable(size)} {_where(device)}" for device, size in sizes if size)
         hint = "; without checkpoint_every_layer: true fetched weights stay until backward, which saves little memory"
@@ -137,11 +131,9 @@ def require_compatible_training(settings: ModelSettings, training: TrainingArgum
 
 
 def check_limits(settings: ModelSettings, memory: MemorySettings, gpus: int) -> None:
-    """Check the limits of ``device_map`` that the user gave; ``gpus`` is the number of GPUs that training uses.
-
-    Raises SettingsError if limits are given without ``device_map``, RequirementError for ``max_gpu_mem`` without a GPU,
-    and StorageError if ``offload_folder`` cannot be written.
-    """
+    """Check the limits of ``device_map`` that the user gave; ``gpus`` is the number of GPUs that training uses. Raises
+    SettingsError if limits are given without ``device_map``, RequirementError for ``max_gpu_mem`` without a GPU, and
+    StorageError if ``offload_folder`` cannot be written."""
     given = [name for name in LIMITS if getattr(memory, name) is not None]
     require(
         settings.device_map is not None or not given,
@@ -168,10 +160,8 @@ def place(
 
     Reads config.json and builds the model on the meta device with the Auto class ``auto`` (None: a causal language
     model). ``kept`` names top-level modules that are trained without adapters, and so must be stored on the device that
-    computes them.
-
-    Raises SettingsError if a limit is too small, or if trainable or quantized weights would be offloaded; StorageError
-    if the disk is too full.
+    computes them. Raises SettingsError if a limit is too small, or if trainable or quantized weights would be
+    offloaded; StorageError if the disk is too full.
     """
     skeleton, quantizer = _skeleton(settings, quantization_config, auto)
     sizes = _Sizes.of(skeleton, quantizer)
@@ -249,10 +239,8 @@ def _limits(memory: MemorySettings, free: FreeMemory) -> dict[Device, int]:
 def _inferred_device_map(
     skeleton: PreTrainedModel, quantizer: Any, kind: str, limits: Mapping[Device, int]
 ) -> dict[str, Device]:
-    """Return the device map that ``from_pretrained`` would choose within ``limits``.
-
-    Uses the functions of ``from_pretrained``, so sizes of quantized and tied weights are counted in the same way.
-    """
+    """Return the device map that ``from_pretrained`` would choose within ``limits``. Uses the functions of
+    ``from_pretrained``, so sizes of quantized and tied weights are counted in the same way."""
     from transformers.integrations.accelerate import get_balanced_memory, infer_auto_device_map
 
     whole = skeleton._no_split_modules

@@ -64,9 +64,7 @@ def without_retry_advice(line: str) -> str:
 
 def set_connection_timeout() -> None:
     """Set the timeout of huggingface_hub's session in this process; call it again if the session was replaced.
-
-    huggingface_hub makes a new session after some errors.
-    """
+    huggingface_hub makes a new session after some errors."""
     from huggingface_hub import get_session
 
     get_session().timeout = STALL_S
@@ -99,7 +97,6 @@ def status_of(error: BaseException) -> Optional[int]:
 
 
 def _explained_status(error: BaseException, repo_id: str) -> str:
-    """Return what the HTTP status of ``error`` means for ``repo_id`` and what to do."""
     status = status_of(error)
     owner = repo_id.partition("/")[0]
     known = {

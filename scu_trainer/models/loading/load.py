@@ -66,11 +66,9 @@ VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``model_name_or_path``; if it has no padding token, the end-of-text token is used.
-
-    An adapter folder without tokenizer files takes the tokenizer of its base model. Raises ModelError if the tokenizer
-    cannot be loaded or has no end-of-text token.
-    """
+    """Load the tokenizer of ``model_name_or_path``; if it has no padding token, the end-of-text token is used. An
+    adapter folder without tokenizer files takes the tokenizer of its base model. Raises ModelError if the tokenizer
+    cannot be loaded or has no end-of-text token."""
     from transformers import AutoTokenizer
 
     name = settings.model_name_or_path
@@ -98,10 +96,8 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
 
 
 def _require_vocabulary(source: str, settings: ModelSettings) -> None:
-    """Raise ModelError if a folder has no tokenizer files; transformers would only report that it cannot read them.
-
-    An image model has no tokenizer because it is not a language model, so that is checked first.
-    """
+    """Raise ModelError if a folder has no tokenizer files; transformers would only report that it cannot read them. An
+    image model has no tokenizer because it is not a language model, so that is checked first."""
     folder = Path(source)
     if not folder.is_dir() or any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
         return
@@ -120,9 +116,8 @@ def load_model(
 
     If ``model_name_or_path`` is an adapter, the base model that it was trained on is loaded. With ``tuning: qlora`` the
     weights are packed into 4 or 8 bits on ``device`` (default: the CPU) while the files are read, and frozen.
-    ``placement`` spreads the weights over several devices (see ``plan_placement``).
-
-    Raises ModelError, and RequirementError if this machine cannot quantize.
+    ``placement`` spreads the weights over several devices (see ``plan_placement``). Raises ModelError, and
+    RequirementError if this machine cannot quantize.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -170,10 +165,8 @@ def read_model(
     **more: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and the names of the weights that are missing from its files or have another shape there.
-
     transformers initializes those weights at random. ``kind`` is the model class or Auto class, ``packing`` says how to
-    pack weights into 4 or 8 bits on ``device``, and ``more`` holds further arguments of ``from_pretrained``.
-    """
+    pack weights into 4 or 8 bits on ``device``, and ``more`` holds further arguments of ``from_pretrained``."""
     folder = None if placement is None else placement.private_folder()
     given = {} if packing is None else {"quantization_config": packing}
     if device is not None and settings.tuning == "qlora":
@@ -200,10 +193,8 @@ def read_model(
 
 
 def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
-    """Return the dtype in which weights are loaded: ``dtype`` if set, else float32 for full tuning, else "auto".
-
-    Full tuning defaults to float32 because small updates of AdamW are rounded away in bfloat16.
-    """
+    """Return the dtype in which weights are loaded: ``dtype`` if set, else float32 for full tuning, else "auto". Full
+    tuning defaults to float32 because small updates of AdamW are rounded away in bfloat16."""
     import torch
 
     if settings.dtype != "auto":
@@ -212,20 +203,16 @@ def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
 
 
 def causal_config(settings: ModelSettings) -> PretrainedConfig:
-    """Return the configuration of the model that ``load_model`` would load.
-
-    Raises ModelError if it is not a causal language model.
-    """
+    """Return the configuration of the model that ``load_model`` would load. Raises ModelError if it is not a causal
+    language model."""
     config = config_of(settings)
     require_causal(config, base_of(settings.model_name_or_path))
     return config
 
 
 def config_of(settings: ModelSettings) -> PretrainedConfig:
-    """Read the configuration of a model, or of the base model of an adapter, without loading weights.
-
-    Raises ModelError if it cannot be read.
-    """
+    """Read the configuration of a model, or of the base model of an adapter, without loading weights. Raises ModelError
+    if it cannot be read."""
     check_source(settings.model_name_or_path)
     name = base_of(settings.model_name_or_path)
     with as_model_error(name, "configuration", settings.model_revision, settings.model_name_or_path):
@@ -234,10 +221,8 @@ def config_of(settings: ModelSettings) -> PretrainedConfig:
 
 
 def has_loadable_weights(settings: ModelSettings) -> bool:
-    """Return whether the folder that ``load_model`` would read holds weights.
-
-    Reads only the headers of the files. Raises ModelError if a file is missing or damaged, as ``load_model`` would.
-    """
+    """Return whether the folder that ``load_model`` would read holds weights. Reads only the headers of the files.
+    Raises ModelError if a file is missing or damaged, as ``load_model`` would."""
     from safetensors import safe_open
 
     name = base_of(settings.model_name_or_path)
@@ -276,10 +261,8 @@ def class_fields(names: Sequence[str]) -> dict[str, Any]:
 
 
 def read_config(name: str, settings: ModelSettings) -> PretrainedConfig:
-    """Read the configuration of the folder or Hub id ``name``.
-
-    Raises ModelError if ``architectures`` is not a list of strings, which transformers does not check.
-    """
+    """Read the configuration of the folder or Hub id ``name``. Raises ModelError if ``architectures`` is not a list of
+    strings, which transformers does not check."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(
@@ -307,10 +290,8 @@ def _bytes_per_weight(config: PretrainedConfig, dtype: Any, settings: ModelSetti
 def plan_placement(
     settings: ModelSettings, memory: MemorySettings, free: FreeMemory, *, device: torch.device
 ) -> Optional[Placement]:
-    """Plan where ``device_map`` puts the weights, before any is loaded; None if ``device_map`` is not set.
-
-    Raises a UserError if they do not fit or could not be trained there.
-    """
+    """Plan where ``device_map`` puts the weights, before any is loaded; None if ``device_map`` is not set. Raises a
+    UserError if they do not fit or could not be trained there."""
     if settings.device_map is None:
         return None
     check_source(settings.model_name_or_path)
@@ -324,11 +305,10 @@ def plan_placement(
 def prepare_for_tuning(model: PreTrainedModel, settings: ModelSettings, adapters: AdapterPlan = CAUSAL) -> nn.Module:
     """Make the weights trainable that ``tuning`` asks for, and add adapters if it needs them.
 
-    ``tuning: full`` trains the weights that ``freeze_unselected_weights`` selects, by default all of them. LoRA
-    freezes the base model and adds adapters on ``lora_target_modules``, or on the layers of the plan ``adapters``. If
-    ``model_name_or_path`` is an adapter, training continues from it with its own configuration.
-
-    Raises ModelError for full tuning of an adapter, and for module names that the model does not have.
+    ``tuning: full`` trains the weights that ``freeze_unselected_weights`` selects, by default all of them. LoRA freezes
+    the base model and adds adapters on ``lora_target_modules``, or on the layers of the plan ``adapters``. If
+    ``model_name_or_path`` is an adapter, training continues from it with its own configuration. Raises ModelError for
+    full tuning of an adapter, and for module names that the model does not have.
     """
     adapter = Path(settings.model_name_or_path or "").expanduser()
     if settings.tuning == "full":

@@ -22,11 +22,9 @@ from scu_trainer.settings import ModelSettings
 
 
 def check_source(name_or_path: str, what: str = "model", typed: str = "model_name_or_path ") -> None:
-    """Raise ModelError for a local path that does not hold a model; Hub ids pass, and the network is not used.
-
-    For the message, ``what`` is what the caller wants to load, and ``typed`` the setting or flag that gave the name,
-    followed by a space.
-    """
+    """Raise ModelError for a local path that does not hold a model; Hub ids pass, and the network is not used. For the
+    message, ``what`` is what the caller wants to load, and ``typed`` the setting or flag that gave the name, followed
+    by a space."""
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
     if not looks_local:
@@ -49,10 +47,8 @@ def check_source(name_or_path: str, what: str = "model", typed: str = "model_nam
 
 
 def _model_below(path: Path) -> str:
-    """Return a phrase that names the newest model or adapter in a subfolder; "" if there is none.
-
-    peft saves a named adapter in a subfolder, and the stock Trainer saves checkpoints there.
-    """
+    """Return a phrase that names the newest model or adapter in a subfolder; "" if there is none. peft saves a named
+    adapter in a subfolder, and the stock Trainer saves checkpoints there."""
     found = {file.parent for kind in ("config", "adapter_config") for file in path.glob(f"*/{kind}.json")}
     if not found:
         return ""
@@ -61,21 +57,18 @@ def _model_below(path: Path) -> str:
 
 
 def is_adapter(path: Path) -> bool:
-    """Return whether ``path`` is the folder of a peft adapter."""
     return (path / "adapter_config.json").is_file()
 
 
 def expanded_name(name: str) -> str:
-    """Return a folder with ``~`` expanded, which the libraries do not do, and a Hub id unchanged."""
+    """Return a folder with ``~`` expanded, which the libraries take for part of a Hub id; a Hub id unchanged."""
     path = Path(name).expanduser()
     return str(path) if path.is_dir() else name
 
 
 def base_of(name: Union[str, Path]) -> str:
-    """Return the folder or Hub id of an adapter's base model; for other names, what ``expanded_name`` returns.
-
-    Raises ModelError if the adapter does not name its base, or if that folder no longer exists.
-    """
+    """Return the folder or Hub id of an adapter's base model; for other names, what ``expanded_name`` returns. Raises
+    ModelError if the adapter does not name its base, or if that folder no longer exists."""
     adapter = Path(expanded_name(str(name)))
     if not is_adapter(adapter):
         return str(adapter)
@@ -98,10 +91,8 @@ def _base_hint(adapter: Path) -> str:
 
 
 def find_base_folder(name: str, folder: Path) -> str:
-    """Return the base model ``name`` of the adapter in ``folder``, which ``resolve_from_run`` searches above it.
-
-    A name without a slash can also be a Hub id, so a run of that name next to the adapter does not count as its base.
-    """
+    """Return where the base model ``name`` of the adapter in ``folder`` is, see ``resolve_from_run``. A name without a
+    slash can also be a Hub id, so a run of that name next to the adapter does not count as its base."""
 
     def is_base(path: Path) -> bool:
         is_run = (path / "run.json").is_file()
@@ -111,10 +102,8 @@ def find_base_folder(name: str, folder: Path) -> str:
 
 
 def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> Optional[Path]:
-    """Download the adapter with this Hub id and return its folder in the Hub's cache.
-
-    Returns None for local paths, full models, and names that the Hub does not have; loading reports the latter.
-    """
+    """Download the adapter with this Hub id and return its folder in the Hub's cache. Returns None for local paths,
+    full models, and names that the Hub does not have; loading reports the latter."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
     if name is None or Path(name).expanduser().exists():
@@ -152,9 +141,7 @@ def embedding_rows_of_adapter(adapter: Path) -> int:
 
 def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
     """Return ``settings`` with the adapter of ``adapter_name_or_path`` as ``model_name_or_path``, downloaded if needed.
-
-    Raises ModelError if it is not an adapter, or belongs to another base model than ``model_name_or_path``.
-    """
+    Raises ModelError if it is not an adapter, or belongs to another base model than ``model_name_or_path``."""
     name, revision = settings.adapter_name_or_path or settings.model_name_or_path, settings.model_revision
     found = downloaded_adapter(name, revision)
     if found is not None:
@@ -190,11 +177,8 @@ UNCHECKED_VALUE_ERRORS = (AttributeError, IndexError, ArithmeticError, Assertion
 def as_model_error(
     name: str, what: str, revision: Optional[str] = None, asked_for: Optional[str] = None
 ) -> Iterator[None]:
-    """Turn what the libraries raise for the model ``name`` into one ModelError.
-
-    ``what`` is what is loaded, for the message. ``asked_for`` is the name that the user gave: if it is an adapter,
-    ``name`` is its base model.
-    """
+    """Turn what the libraries raise for the model ``name`` into one ModelError. ``what`` is what is loaded, for the
+    message. ``asked_for`` is the name that the user gave: if it is an adapter, ``name`` is its base model."""
     try:
         yield
     except Exception as error:

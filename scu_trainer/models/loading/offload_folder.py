@@ -1,7 +1,5 @@
-"""A private folder inside the user's ``offload_folder``, so that two runs never overwrite each other.
-
-It is removed when it is no longer used, after a killed run by the next run.
-"""
+"""A private folder inside the user's ``offload_folder``, so that two runs never overwrite each other. It is removed
+when it is no longer used; the next run removes one that a killed run left behind."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ MARKER = "in_use"
 
 class OffloadFolder:
     """A new folder ``path`` inside ``outer`` that is deleted with this object; a model keeps the object that it reads.
-
-    Folders that killed runs left behind are removed first. Raises StorageError if ``outer`` cannot be written.
-    """
+    Folders that killed runs left behind are removed first. Raises StorageError if ``outer`` cannot be written."""
 
     def __init__(self, outer: str) -> None:
         require_writable(outer, "offload_folder")

@@ -41,10 +41,8 @@ def offload_linears(
     folder: Optional[str] = None,
 ) -> Offloaded:
     """Offload those of the layers ``names`` that have ``at_least_bytes`` of weights, and move the rest to ``device``.
-
     The layers are frozen. With ``folder`` they go to disk, into a private folder that lasts as long as the model;
-    otherwise to main memory. Raises StorageError if the disk is too full.
-    """
+    otherwise to main memory. Raises StorageError if the disk is too full."""
     modules = dict(model.named_modules())
     chosen = [name for name in names if _bytes_of(modules[name]) >= at_least_bytes]
     weight_bytes = sum(_bytes_of(modules[name]) for name in chosen)

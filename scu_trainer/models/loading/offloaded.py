@@ -45,9 +45,7 @@ def _offloaded_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Pa
 @contextlib.contextmanager
 def placeholders_for_offloaded(model: nn.Module) -> Iterator[None]:
     """Replace each offloaded weight by a tensor of its shape on the device that computes it, which takes no memory.
-
-    Adapters that are created inside this context are on that device, with the same values as without offloading.
-    """
+    Adapters that are created inside this context are on that device, with the same values as without offloading."""
     import torch
     from torch import nn
 
@@ -89,10 +87,8 @@ def load_adapter(
     model: nn.Module, model_id: Union[str, Path], adapter_name: str = "default", is_trainable: bool = True
 ) -> Any:
     """Load the weights saved in the folder ``model_id`` into an existing adapter of the model; change nothing else.
-
     ``is_trainable`` exists for the signature of ``PeftModel.load_adapter`` and has no effect. Raises ModelError if
-    weights are missing.
-    """
+    weights are missing."""
     from peft import set_peft_model_state_dict
     from peft.utils import load_peft_weights
 

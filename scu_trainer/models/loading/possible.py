@@ -33,10 +33,8 @@ WEIGHTS_PER_SIZE = 64
 
 
 def require_sane_config(config_file: Path, what: str = "model") -> dict[str, Any]:
-    """Return the content of a config.json; ``what`` is what is loaded, for the message.
-
-    Raises ModelError if it is not a JSON object, or holds a number beyond MOST_PARTS or MOST.
-    """
+    """Return the content of a config.json; ``what`` is what is loaded, for the message. Raises ModelError if it is not
+    a JSON object, or holds a number beyond MOST_PARTS or MOST."""
     cannot = f"cannot load the {what} of {str(config_file.parent)!r}"
     try:
         config = json.loads(read_regular(config_file, MOST_FILE_BYTES))

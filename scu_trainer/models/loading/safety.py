@@ -44,10 +44,8 @@ _announced: set[tuple[str, ...]] = set()
 
 
 def require_safe_weights(source: str, settings: ModelSettings) -> None:
-    """Raise ModelError if ``source``, a folder or Hub id, has its weights only as pickle and ``allow_pickle`` is off.
-
-    A source without any weights passes; loading it reports that.
-    """
+    """Raise ModelError if ``source``, a folder or Hub id, has its weights only as pickle and ``allow_pickle`` is off. A
+    source without any weights passes; loading it reports that."""
     from transformers.utils import has_file
 
     revision = settings.model_revision
@@ -59,10 +57,8 @@ def require_safe_weights(source: str, settings: ModelSettings) -> None:
 
 
 def safetensors_only(settings: ModelSettings) -> Optional[bool]:
-    """Return ``use_safetensors`` for ``from_pretrained``; safetensors are preferred even if pickle is allowed.
-
-    Also turns off the conversion of pickled weights on the Hub, which transformers would request in the user's name.
-    """
+    """Return ``use_safetensors`` for ``from_pretrained``; safetensors are preferred even if pickle is allowed. Also
+    turns off the conversion of pickled weights on the Hub, which transformers would request in the user's name."""
     os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "true")
     return None if settings.allow_pickle else True
 
@@ -84,11 +80,9 @@ def _refuse_or_warn(source: str, found: str, wanted: str, allow: bool) -> None:
 
 
 def _conversion_hint(source: str, found: str, wanted: str) -> str:
-    """Return the sentence with the command that converts a single pickle file in a folder to safetensors.
-
-    For several files, which would need a new index, and for the Hub it asks for another repository or revision. Raises
-    ModelError if Git LFS did not fetch the file.
-    """
+    """Return the sentence with the command that converts a single pickle file in a folder to safetensors. For several
+    files, which would need a new index, and for the Hub it asks for another repository or revision. Raises ModelError
+    if Git LFS did not fetch the file."""
     file = Path(source) / found
     if file.is_file() and is_not_fetched(file):
         raise ModelError(f"{file} {NOT_FETCHED}")
@@ -104,11 +98,9 @@ def _conversion_hint(source: str, found: str, wanted: str) -> str:
 
 
 def refuse_pickle(path: Path, allow: bool) -> None:
-    """Raise CheckpointError if reading the checkpoint in ``path`` would run code from its files, unless ``allow``.
-
-    This concerns checkpoints of DeepSpeed and of sharded FSDP; others are read with ``weights_only``. ``allow`` is
-    whether this run wrote the checkpoint itself, or the user set ``allow_pickle``.
-    """
+    """Raise CheckpointError if reading the checkpoint in ``path`` would run code from its files, unless ``allow``. This
+    concerns checkpoints of DeepSpeed and of sharded FSDP; others are read with ``weights_only``. ``allow`` is whether
+    this run wrote the checkpoint itself, or the user set ``allow_pickle``."""
     found = next((file for pattern in RUNS_CODE for file in sorted(Path(path).glob(pattern))), None)
     if found is None or allow:
         return
@@ -153,10 +145,8 @@ def unpickling_reason(error: BaseException) -> str:
 
 
 def warn_about_code(source: str, settings: ModelSettings) -> None:
-    """With ``trust_remote_code``, warn with the path and SHA-256 of every Python file that ``source`` may run.
-
-    Warns once for the same files with the same content. Runs none of them.
-    """
+    """With ``trust_remote_code``, warn with the path and SHA-256 of every Python file that ``source`` may run. Warns
+    once for the same files with the same content. Runs none of them."""
     if not settings.trust_remote_code:
         return
     files = code_files(source, settings.model_revision)
@@ -172,9 +162,7 @@ def warn_about_code(source: str, settings: ModelSettings) -> None:
 
 def code_files(source: str, revision: Optional[str]) -> dict[str, Path]:
     """Return the Python files that the configuration files of ``source`` (a folder or Hub id) name, by readable name.
-
-    Includes the files that these import with relative imports. Files on the Hub are downloaded, not run.
-    """
+    Includes the files that these import with relative imports. Files on the Hub are downloaded, not run."""
     from transformers.dynamic_module_utils import get_relative_imports
 
     found: dict[str, Path] = {}

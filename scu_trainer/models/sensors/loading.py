@@ -36,11 +36,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Heads:
-    """What the heads of a model predict.
-
-    ``label_names`` are the classes, and ``report_words`` the words of reports (none: no report head). The longest
-    report has ``report_length`` words, including its end. ``report_weight`` None means that of the trained model, or 1.
-    """
+    """What the heads of a model predict. ``label_names`` are the classes, and ``report_words`` the words of reports
+    (none: no report head). The longest report has ``report_length`` words, including its end. ``report_weight`` None
+    means that of the trained model, or 1."""
 
     label_names: Sequence[str]
     report_words: Sequence[str] = ()
@@ -56,9 +54,7 @@ class Heads:
 
 def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
     """Return the configuration of ``model_name_or_path``, or of the base of an adapter; None for a model from scratch.
-
-    Raises ModelError if it is not a TRIDENT model.
-    """
+    Raises ModelError if it is not a TRIDENT model."""
     if settings.model_name_or_path is None:
         return None
     check_source(settings.model_name_or_path)
@@ -77,9 +73,7 @@ def stored_config(settings: ModelSettings) -> Optional[TridentConfig]:
 
 def branches_of(config: Optional[TridentConfig], own: SensorSettings) -> list[str]:
     """Return the branches of a stored model, or those of the settings for a model from scratch (``config`` None).
-
-    Raises ModelError if the settings ask for other branches than the stored model has.
-    """
+    Raises ModelError if the settings ask for other branches than the stored model has."""
     if config is None or own.branches == list(config.branches):
         return list(own.branches)
     if own.branches == list(DEFAULT_BRANCHES):  # the default counts as not set
@@ -91,11 +85,8 @@ def branches_of(config: Optional[TridentConfig], own: SensorSettings) -> list[st
 
 
 def trained_label_names(settings: ModelSettings) -> Optional[list[str]]:
-    """Return the classes of the head that ``model_name_or_path`` was saved with.
-
-    An adapter does not store them, so they are read from its run. None for a model from scratch, and for an adapter
-    outside of a run.
-    """
+    """Return the classes of the head that ``model_name_or_path`` was saved with. An adapter does not store them, so
+    they are read from its run. None for a model from scratch, and for an adapter outside of a run."""
     if settings.model_name_or_path is None:
         return None
     path = Path(settings.model_name_or_path).expanduser()
@@ -120,9 +111,7 @@ def require_same_classes(settings: ModelSettings, label_names: Sequence[str]) ->
 
 def input_shapes(config: TridentConfig, shapes: Shapes) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all inputs of the model: those of the recordings, or the smallest for arrays they all lack.
-
-    A model reads the inputs of all its branches, each with a mask.
-    """
+    A model reads the inputs of all its branches, each with a mask."""
     smallest = {"visible": (3, 1, 1), "infrared": (1, 1), "cooling_curve": (), "plume": (1, 1)}
     smallest |= {name: (getattr(config, f"{name}_channels"),) for name in VECTORS}
     return {name: shapes.get(name, smallest[name]) for branch in config.branches for name in BRANCHES[branch]}
@@ -136,11 +125,9 @@ def make_trident(
     device: torch.device,
     placement: Optional[Placement] = None,
 ) -> tuple[TridentForSensorClassification, list[str]]:
-    """Create a model from scratch or load one, with ``heads``; return it with lines that describe it for the log.
-
-    It is on the CPU, except with ``tuning: qlora`` or a ``placement``. Raises ModelError if the files do not hold a
-    TRIDENT, or if it takes recordings of other sensors.
-    """
+    """Create a model from scratch or load one, with ``heads``; return it with lines that describe it for the log. It is
+    on the CPU, except with ``tuning: qlora`` or a ``placement``. Raises ModelError if the files do not hold a TRIDENT,
+    or if it takes recordings of other sensors."""
     config = stored_config(settings)
     if config is None:
         return new_trident(settings, own, heads, shapes), ["TRIDENT, from scratch"]
@@ -158,11 +145,9 @@ def make_trident(
 def plan_trident_placement(
     settings: ModelSettings, own: SensorSettings, memory: MemorySettings, free: FreeMemory, device: torch.device
 ) -> Optional[Placement]:
-    """Plan where ``device_map`` puts the weights of a stored model, before any is loaded; None if it is not set.
-
-    The heads stay on the device that computes them. Raises a UserError if the weights do not fit or could not be
-    trained there.
-    """
+    """Plan where ``device_map`` puts the weights of a stored model, before any is loaded; None if it is not set. The
+    heads stay on the device that computes them. Raises a UserError if the weights do not fit or could not be trained
+    there."""
     from transformers import AutoModelForSequenceClassification
 
     if settings.device_map is None:
@@ -174,10 +159,8 @@ def plan_trident_placement(
 
 
 def load_scored_trident(settings: ModelSettings, own: SensorSettings, heads: Heads, shapes: Shapes) -> nn.Module:
-    """Load a trained model, with its adapter if it has one, in evaluation mode.
-
-    Raises ModelError if its classes are not those of ``heads``.
-    """
+    """Load a trained model, with its adapter if it is one, in evaluation mode. Raises ModelError if the classes of a
+    full model are not those of ``heads`` (an adapter stores none), or if it takes recordings of other sensors."""
     import torch
 
     config, path = stored_config(settings), Path(settings.model_name_or_path).expanduser()
@@ -214,10 +197,8 @@ def new_trident(
 
 
 def adapter_plan(model: TridentForSensorClassification, is_random: bool = False) -> AdapterPlan:
-    """Return the plan of adapters: they act on the transformer blocks only, and the heads are trained in full.
-
-    In a randomly initialized model, all other layers are trained in full too. peft has no name for this kind of task.
-    """
+    """Return the plan of adapters: they act on the transformer blocks only, and the heads are trained in full. In a
+    randomly initialized model, all other layers are trained in full too. peft has no name for this kind of task."""
     trained = [HEAD, *([REPORT] if model.report is not None else []), *(model.outside_blocks() if is_random else [])]
     return AdapterPlan(task_type=None, targets=model.transformer_linears(), modules_to_save=trained)
 

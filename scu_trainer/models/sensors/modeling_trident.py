@@ -96,10 +96,8 @@ class TridentModel(TridentPreTrainedModel):
 
 
 def _arguments(branch: Any, name: str, inputs: dict[str, Optional[Tensor]], branch_mask: Optional[Tensor]) -> list[Any]:
-    """Return the values and mask of each input of a branch, in order; a missing mask is all True.
-
-    Raises ValueError if an input is missing.
-    """
+    """Return the values and mask of each input of a branch, in order; a missing mask is all True. Raises ValueError if
+    an input is missing."""
     arguments = []
     for item in branch.inputs:
         values, mask = inputs.get(item), inputs.get(mask_name(item))
@@ -124,12 +122,9 @@ def mask_name(item: str) -> str:
 
 @dataclass
 class TridentOutput(SequenceClassifierOutput):
-    """Output with the scores of reports.
-
-    ``report_scores`` (rows, 3), float32: the summed loss of each row's report in nats, its number of words including
-    the end, and 1 if the most likely word was right at every position, so that ``generate_report`` writes exactly this
-    text. ``losses`` (rows,): loss of class and report together.
-    """
+    """Output with the scores of reports. ``report_scores`` (rows, 3), float32: the summed loss of each row's report in
+    nats, its number of words including the end, and 1 if the most likely word was right at every position, so that
+    ``generate_report`` writes exactly this text. ``losses`` (rows,): loss of class and report together."""
 
     report_scores: Optional[Tensor] = None
     losses: Optional[Tensor] = None
@@ -147,7 +142,7 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         self.classifier = nn.Linear(config.fusion_queries * config.hidden_size, config.num_labels)
         self.report = ReportDecoder(config) if config.report_words else None
         self.checkpointed: Optional[tuple[str, ...]] = None
-        """Names of the parts (branches or "fusion") that ``checkpoint_blocks`` returns; None means all."""
+        """Parts (branches or "fusion") whose blocks are checkpointed; None means all, and the report head."""
         self.post_init()
 
     def forward(
@@ -216,17 +211,15 @@ class TridentForSensorClassification(TridentPreTrainedModel):
 
     @torch.no_grad()
     def generate_report(self, **inputs: Tensor) -> list[str]:
-        """Write a report for each row of a batch by greedy decoding; words are joined by spaces.
-
-        ``inputs`` are those of ``forward``. Raises ValueError for a model without a report head.
-        """
+        """Write a report for each row of a batch by greedy decoding; words are joined by spaces. ``inputs`` are those
+        of ``forward``. Raises ValueError for a model without a report head."""
         if self.report is None:
             raise ValueError("this model has no report head: train one with report_head: true")
         sensor_inputs = {name: value for name, value in inputs.items() if name not in ("labels", "report_ids")}
         return self.report.written(self.trident(**sensor_inputs))
 
     def checkpoint_blocks(self) -> Iterator[nn.Module]:
-        """Yield the blocks that activation checkpointing may recompute in backward."""
+        """Yield the blocks of the ``checkpointed`` parts, which may be recomputed in backward."""
         for name, part in self.parts().items():
             if self.checkpointed is None or name in self.checkpointed:
                 yield from part.blocks()
@@ -251,10 +244,8 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         return found
 
     def transformer_linears(self) -> list[str]:
-        """Return the names of the linear layers of all transformer blocks before the heads.
-
-        Adapters act on these layers, and they may be quantized.
-        """
+        """Return the names of the linear layers of all transformer blocks before the heads. Adapters act on these
+        layers, and they may be quantized."""
         linears = (name for name, module in self.trident.named_modules() if isinstance(module, nn.Linear))
         return [f"trident.{name}" for name in linears if ".layers." in name]
 

@@ -107,10 +107,8 @@ class InfraredBranch(DetectingBranch):
 
 
 class DualVisionBranch(DetectingBranch):
-    """Both cameras together: a detection CNN reads a visible and an infrared frame of the same moment as channels.
-
-    A frame counts if the recording has both.
-    """
+    """Both cameras together: a detection CNN reads a visible and an infrared frame of the same moment as channels. A
+    frame counts if the recording has both."""
 
     inputs = ("visible", "infrared")
     channels = 4
@@ -208,11 +206,9 @@ class KinematicsBranch(Branch):
 
 
 class GeometryBranch(Branch):
-    """An MLP over a few numbers, such as range, azimuth, elevation and speed: one token per set of numbers.
-
-    The inverse hyperbolic sine (Johnson 1949) brings metres and radians to a similar scale: it is the identity near
-    zero and a logarithm for large numbers.
-    """
+    """An MLP over a few numbers, such as range, azimuth, elevation and speed: one token per set of numbers. The inverse
+    hyperbolic sine (Johnson 1949) brings metres and radians to a similar scale: it is the identity near zero and a
+    logarithm for large numbers."""
 
     inputs = ("geometry",)
 
@@ -231,10 +227,8 @@ class GeometryBranch(Branch):
 
 
 def _matching_frames(frames: Tensor, mask: Tensor, other_mask: Tensor) -> Tensor:
-    """Return, for each frame of another camera, the one of ``frames`` (rows, frames, ...) at the same moment.
-
-    Both cameras record the same time span, at different frame rates; padding is on the right.
-    """
+    """Return, for each frame of another camera, the one of ``frames`` (rows, frames, ...) at the same moment. Both
+    cameras record the same time span, at different frame rates; padding is on the right."""
     counts, other_counts = mask.sum(dim=1, keepdim=True), other_mask.sum(dim=1, keepdim=True).clamp(min=1)
     indices = torch.arange(other_mask.size(1), device=mask.device)[None] * counts // other_counts
     rows = torch.arange(len(frames), device=mask.device)[:, None]
@@ -252,10 +246,8 @@ def placed(tokens: Tensor) -> Tensor:
 
 
 def _any_of_patch(mask: Tensor, patch: int) -> Tensor:
-    """Return bool (rows, time / patch): True if any point of a patch counts.
-
-    mask: 0 or 1, (rows, time). It is not bool, because inductor's C++ for padding a bool tensor does not compile.
-    """
+    """Return bool (rows, time / patch): True if any point of a patch counts. mask: 0 or 1, (rows, time). It is not
+    bool, because inductor's C++ for padding a bool tensor does not compile."""
     return mask.unflatten(1, (-1, patch)).amax(dim=-1) > 0
 
 

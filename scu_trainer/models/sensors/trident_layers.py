@@ -13,10 +13,8 @@ from torch.nn import functional
 
 
 class Attention(nn.Module):
-    """Multi-head attention of ``queries`` (rows, q, width) to ``keys`` (rows, k, width).
-
-    ``mask``: bool (rows, k) or (rows, q, k), True if a key counts. At least one key of each query must count.
-    """
+    """Multi-head attention of ``queries`` (rows, q, width) to ``keys`` (rows, k, width). ``mask``: bool (rows, k) or
+    (rows, q, k), True if a key counts. At least one key of each query must count."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -65,10 +63,8 @@ class TransformerLayer(nn.Module):
 
 
 def at_least_one(mask: Tensor) -> Tensor:
-    """Return ``mask`` (rows, time) with rows that are all False set to True: attention over no key is not finite.
-
-    The results of such rows must not be used.
-    """
+    """Return ``mask`` (rows, time) with rows that are all False set to True: attention over no key is not finite. The
+    results of such rows must not be used."""
     return mask | ~mask.any(dim=1, keepdim=True)
 
 
@@ -86,10 +82,8 @@ def positions(length: int, width: int, like: Tensor) -> Tensor:
 
 
 class FrameConvolution(nn.Module):
-    """3D convolution over (time, height, width) that halves height and width, then a norm of each single frame.
-
-    A norm over all frames would read padded ones. ``time`` is the odd number of frames that a filter covers.
-    """
+    """3D convolution over (time, height, width) that halves height and width, then a norm of each single frame. A norm
+    over all frames would read padded ones. ``time`` is the odd number of frames that a filter covers."""
 
     def __init__(self, inputs: int, outputs: int, time: int = 3) -> None:
         super().__init__()
@@ -103,10 +97,8 @@ class FrameConvolution(nn.Module):
 
 
 class HotSpots(nn.Module):
-    """A detection head on feature maps: the center of each of ``spots`` heat maps, and the features there.
-
-    Soft-argmax (Luvizon et al. 2017) makes the coordinates, from -1 to 1, differentiable.
-    """
+    """A detection head on feature maps: the center of each of ``spots`` heat maps, and the features there. Soft-argmax
+    (Luvizon et al. 2017) makes the coordinates, from -1 to 1, differentiable."""
 
     def __init__(self, channels: int, spots: int = 2) -> None:
         super().__init__()

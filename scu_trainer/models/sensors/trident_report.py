@@ -54,10 +54,8 @@ class ReportDecoder(nn.Module):
 
 def report_scores(logits: Tensor, targets: Tensor) -> Tensor:
     """Return (rows, 3), float32: summed loss in nats, number of learned words, and 1 if each has the largest logit.
-
     logits: (rows, time, words). targets: (rows, time), -100 for words that are not learned. A row without learned words
-    has only zeros.
-    """
+    has only zeros."""
     learned = targets != NOT_LEARNED
     nats = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     is_right = (logits.argmax(dim=-1) == targets) | ~learned

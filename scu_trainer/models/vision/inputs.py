@@ -28,7 +28,7 @@ SIDE_OF_PROBES = 64
 """Pixels per side of the images with which a processor is probed."""
 
 STEPS_OF_A_BYTE = 1.01
-"""Largest difference, in steps of a byte, that rounding to bytes before normalizing can make, and a bit for float32."""
+"""Largest difference, in steps of a byte, that rounding to bytes before normalizing can make; 0.01 is for float32."""
 
 
 class PixelInputs:
@@ -69,15 +69,13 @@ class PixelInputs:
 
 
 def pixel_inputs(processor: BaseImageProcessor, channels: int, augmentation: Optional[nn.Module] = None) -> PixelInputs:
-    """Return the hook that normalizes like ``processor``, found out by processing a black and a white image.
-
-    Reading ``image_mean`` and ``image_std`` would not be enough, because families also differ in other settings. Raises
-    ModelError if both images give the same values.
-    """
+    """Return the hook that normalizes like ``processor``, found out by processing a black and a white image. Reading
+    ``image_mean`` and ``image_std`` would not be enough, because families also differ in other settings. Raises
+    ModelError if both images give the same values."""
     black, white = (_processed_color(processor, channels, value) for value in (0, 255))
     contrast = white - black
     if not contrast.all():
-        raise ModelError(f"the image processor {type(processor).__name__} makes black and white images the same")
+        raise ModelError(f"the image processor {type(processor).__name__} gives black and white the same values")
     return PixelInputs((-black / contrast).tolist(), (1 / contrast).tolist(), 1 / 255, augmentation)
 
 
@@ -94,9 +92,7 @@ def require_stock_pixels(
     processor: BaseImageProcessor, channels: int, bytes_of: Callable[[PIL.Image.Image], numpy.ndarray]
 ) -> None:
     """Raise ModelError if our processing of a random image differs from ``processor`` by more than one step of a byte.
-
-    ``bytes_of`` turns an image into uint8 (channels, height, width), which our hook then normalizes.
-    """
+    ``bytes_of`` turns an image into uint8 (channels, height, width), which our hook then normalizes."""
     import PIL.Image
 
     shape = (SIDE_OF_PROBES, SIDE_OF_PROBES) + ((3,) if channels == 3 else ())
@@ -114,15 +110,12 @@ def require_stock_pixels(
 
 
 def attached(model: nn.Module) -> Optional[PixelInputs]:
-    """Return the hook that is registered on ``model``; None if there is none."""
     return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, PixelInputs)), None)
 
 
 def process_images_for(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs`` with their bytes processed as ``model`` would do it.
-
-    Any augmentation is drawn once here, so that several models can get the same images.
-    """
+    """Return ``inputs`` with their bytes processed as ``model`` would do it. Any augmentation is drawn once here, so
+    that several models can get the same images."""
     hook = attached(model)
     processed = None if hook is None else hook(model, (), dict(inputs))
     return dict(inputs) if processed is None else processed[1]
@@ -137,10 +130,8 @@ def attach(model: nn.Module, inputs: PixelInputs) -> None:
 
 
 def augmentation(name: str, size: tuple[int, int]) -> Optional[nn.Module]:
-    """Return the augmentation ``name`` of float images (rows, channels, *size), by kornia; None for "none".
-
-    Each row draws its own changes. ``light`` never mirrors, because a mirrored 2 is not a digit.
-    """
+    """Return the augmentation ``name`` of float images (rows, channels, *size), by kornia; None for "none". Each row
+    draws its own changes. ``light`` never mirrors, because a mirrored 2 is not a digit."""
     if name == "none":
         return None
     import kornia.augmentation as kornia

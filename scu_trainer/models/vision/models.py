@@ -40,9 +40,7 @@ def make_classifier(
     settings: ModelSettings, own: ImageSettings, label_names: Sequence[str], view: View
 ) -> tuple[PreTrainedModel, list[str]]:
     """Create or load a classifier of ``label_names`` on the CPU; return it with lines that describe it for the log.
-
-    Raises ModelError if it cannot be loaded, is not an image classifier, or does not take images of this size.
-    """
+    Raises ModelError if it cannot be loaded, is not an image classifier, or does not take images of this size."""
     if settings.model_name_or_path is None:
         model = _from_scratch(own.architecture, label_names, view).to(loading_dtype(settings))
         lines = [f"{own.architecture}, from scratch"]
@@ -57,10 +55,8 @@ def make_classifier(
 
 
 def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], view: View) -> nn.Module:
-    """Load a trained classifier, with its adapter if it has one, in evaluation mode.
-
-    Raises ModelError if its classes are not ``label_names``.
-    """
+    """Load a trained classifier, with its adapter if it has one, in evaluation mode. Raises ModelError if its classes
+    are not ``label_names``."""
     import torch
 
     _require_classes(settings, label_names)
@@ -104,10 +100,8 @@ def _from_scratch(name: str, label_names: Sequence[str], view: View) -> PreTrain
 
 def initialize_efficientnet(model: nn.Module) -> nn.Module:
     """Initialize BatchNorm with factor 1 and convolutions by He et al. 2015, as in the published EfficientNet.
-
     transformers draws both from a normal distribution with deviation 0.02, because it expects weights to be loaded.
-    After sixteen blocks, 1e-31 of the signal would be left, and the model would learn nothing.
-    """
+    After sixteen blocks, 1e-31 of the signal would be left, and the model would learn nothing."""
     from torch import nn
 
     for module in model.modules():
@@ -175,7 +169,6 @@ def _head_line(is_new: bool, stored_names: Sequence[str], label_names: Sequence[
 
 
 def _require_classes(settings: ModelSettings, label_names: Sequence[str]) -> None:
-    """Raise ModelError if the model's classes are not ``label_names``, in the same order."""
     known = known_classes(settings)
     if known != tuple(label_names):
         raise ModelError(

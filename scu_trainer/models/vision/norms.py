@@ -11,11 +11,9 @@ from scu_trainer.models.vision.view import View
 
 
 class SteadyBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm that uses the running statistics, and does not update them, for a single value per channel.
-
-    Stock BatchNorm raises an error for such a batch in training. The last batch of an epoch can be a single image, and
-    a curriculum that leaves rows out makes epochs of any length.
-    """
+    """BatchNorm that uses the running statistics, and does not update them, for a single value per channel. Stock
+    BatchNorm raises an error for such a batch in training. The last batch of an epoch can be a single image, and a
+    curriculum that leaves rows out makes epochs of any length."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         has_one_value = values.numel() == values.shape[1]

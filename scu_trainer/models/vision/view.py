@@ -21,11 +21,9 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 
 class View(NamedTuple):
-    """How a model sees images.
-
-    ``processor`` is a stock one and is saved with the model, ``size`` is (height, width), and ``line`` describes the
-    choice for the log. ``is_new`` means that mean and deviation of the training images must still be set.
-    """
+    """How a model sees images. ``processor`` is a stock one and is saved with the model, ``size`` is (height, width),
+    and ``line`` describes the choice for the log. ``is_new`` means that mean and deviation of the training images must
+    still be set."""
 
     processor: BaseImageProcessor
     channels: int
@@ -35,11 +33,9 @@ class View(NamedTuple):
 
 
 def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[[], int]) -> View:
-    """Return the view of a stored model, or a new one for a model from scratch.
-
-    ``natural_size()`` returns the shorter side of the images in pixels; it is called only if nothing else gives a size.
-    Raises ModelError for a model that cannot be found, or that takes other channels than ``image_channels``.
-    """
+    """Return the view of a stored model, or a new one for a model from scratch. ``natural_size()`` returns the shorter
+    side of the images in pixels; it is called only if nothing else gives a size. Raises ModelError for a model that
+    cannot be found, or that takes other channels than ``image_channels``."""
     if settings.model_name_or_path is None:
         channels, size = own.image_channels or 3, own.image_size or usual_size(natural_size())
         return View(_plain_processor(size, channels), channels, (size, size), f"images of {size} x {size} pixels", True)
@@ -60,10 +56,8 @@ def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[
 
 
 def _declared_size(config: PretrainedConfig, name: str) -> int | None:
-    """Return the longer side in pixels of the model's declared image size; None if it declares none.
-
-    Raises ModelError if a side is less than 1 pixel.
-    """
+    """Return the longer side in pixels of the model's declared image size; None if it declares none. Raises ModelError
+    if a side is less than 1 pixel."""
     declared = getattr(config, "image_size", None)
     if declared is None:
         return None
@@ -97,10 +91,8 @@ def _has_config(path: Path) -> bool:
 
 
 def known_classes(settings: ModelSettings) -> tuple[str, ...]:
-    """Return the class names of a trained classifier in the order of their labels.
-
-    Raises ModelError for an adapter that was saved without them.
-    """
+    """Return the class names of a trained classifier in the order of their labels. Raises ModelError for an adapter
+    that was saved without them."""
     path = Path(expanded_name(settings.model_name_or_path))
     if is_adapter(path) and not _has_config(path):
         raise ModelError(
@@ -123,7 +115,6 @@ def _plain_processor(size: int, channels: int) -> BaseImageProcessor:
 
 
 def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
-    """Load the processor that was saved with the model; None if there is none."""
     from transformers import AutoImageProcessor
     from transformers.utils import cached_file
 
@@ -142,10 +133,8 @@ def _stored_processor(settings: ModelSettings) -> BaseImageProcessor | None:
 def _with_one_size(
     processor: BaseImageProcessor, wanted: int | None, channels: int
 ) -> tuple[BaseImageProcessor, tuple[int, int]]:
-    """Return ``processor``, changed so that all images get the same size, and that size (height, width).
-
-    The size is ``wanted``, or its own if that is already the same for all images, or else a square.
-    """
+    """Return ``processor``, changed so that all images get the same size, and that size (height, width). The size is
+    ``wanted``, or its own if that is already the same for all images, or else a square."""
     if wanted is not None:
         _set_size(processor, wanted)
     sizes = [_size_of_result(processor, channels, shape) for shape in ((60, 90), (90, 60))]
