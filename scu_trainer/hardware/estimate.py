@@ -21,8 +21,7 @@ from scu_trainer.hardware.optimizer_bytes import (
 )
 
 MARGIN = 0.15
-"""Share of the predicted bytes that must be free in addition for it to count as fitting; docs/plan.md says how far
-predictions were off."""
+"""Share of the predicted bytes that must be free in addition; docs/plan.md says how far predictions were off."""
 
 LOGITS_WITH_TEACHER = 3
 """Factor for the memory of a step's logits with a teacher: its logits, and the learned and softened ones of both."""
@@ -30,9 +29,8 @@ LOGITS_WITH_TEACHER = 3
 
 @dataclass(frozen=True)
 class Overhead:
-    """Memory that a process needs in addition to its tensors. ``fixed_bytes`` are code and buffers of libraries, from
-    the first step on. ``slack`` is the share of the memory allocated and freed in a step that the allocator cannot
-    reuse."""
+    """Memory in addition to tensors: ``fixed_bytes`` for code and buffers of libraries, from the first step on;
+    ``slack`` is the share of the memory allocated and freed in a step that the allocator cannot reuse."""
 
     fixed_bytes: int
     slack: float
@@ -171,16 +169,10 @@ def estimate_memory(
     heap_bytes: Optional[int] = None,
     compiled_bytes: int = 0,
 ) -> MemoryEstimate:
-    """Estimate the bytes at the peak of a step.
-
-    Args:
-        traced: bytes of weights, gradients, activations and logits at the peak of a forward and backward pass.
-        trained: the trainable weights.
-        held: what the run keeps in addition.
-        device: type of the training device.
-        heap_bytes: size to which the heap grows for everything but weights, if known.
-        compiled_bytes: compiled kernels for shapes beyond those of one step.
-    """
+    """Estimate the bytes at the peak of a step on a device of type ``device``. ``traced`` has the bytes of weights,
+    gradients, activations and logits at the peak of a forward and backward pass; ``heap_bytes`` is the size to which
+    the heap grows for everything but weights, if known; ``compiled_bytes`` is for kernels of more shapes than one step
+    has."""
     if held.teacher_bytes:
         traced = {**traced, "logits": LOGITS_WITH_TEACHER * traced["logits"]}
     peak = {part: traced[part] for part in ("gradients", "activations", "logits")}

@@ -68,9 +68,8 @@ STATES: tuple[tuple[str, OptimizerMemory], ...] = (
     ("adamw_torch_fused", OptimizerMemory(copies=2)),
     ("adamw", OptimizerMemory(copies=2, step_copies=2, foreach_copies=1)),
 )
-"""Part of an optimizer's name, and what such an optimizer needs. The first row that matches counts; without a match the
-state counts as 0. Copies on a CPU were measured with bitsandbytes 0.50 and torchao 0.18, whose updates unpack the
-state."""
+"""Part of an optimizer's name, and its needs. The first match counts; without one they count as 0. Copies on a CPU were
+measured with bitsandbytes 0.50 and torchao 0.18, whose updates unpack the state."""
 
 NOT_IN_ONE_PLACE = ("paged", "galore", "apollo", "lomo")
 

@@ -108,8 +108,7 @@ OPTIMIZERS: dict[str, OptimizerNeeds] = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Where weights are updated: the device and what is installed. ``has_compiler`` is whether there is a C++ compiler
-    for the CPU code of torch.compile."""
+    """Where weights are updated, and what is installed; ``has_compiler``: of C++, for torch.compile on a CPU."""
 
     device: str
     capability: Optional[tuple[int, int]]
@@ -155,9 +154,9 @@ FOR_BFLOAT16, STOCHASTIC = "adamw_torch_8bit", "bf16_stochastic_round=True"
 
 
 def preserves_small_updates(optim: str, optim_args: Optional[str]) -> bool:
-    """Return whether an optimizer keeps updates that are smaller than the rounding of a bfloat16 weight. torchao does
-    so on average, by stochastic rounding if ``optim_args`` turn it on; torch-optimi always accumulates the lost parts
-    (Kahan summation)."""
+    """Return whether an optimizer keeps updates that are smaller than the rounding of bfloat16 weights: torchao on
+    average, by stochastic rounding if ``optim_args`` ask for it; torch-optimi by accumulating lost parts (Kahan
+    summation)."""
     if optim == "stable_adamw":
         return True
     pairs = dict(pair.split("=", 1) for pair in (optim_args or "").replace(" ", "").split(",") if "=" in pair)

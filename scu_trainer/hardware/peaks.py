@@ -33,8 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def known_tflops(device_name: str, precision: str) -> Optional[float]:
-    """Return the vendor's peak TFLOP/s for ``precision`` (bf16, fp16, tf32, fp32). None for an unknown GPU, and for a
-    MIG part of a GPU, which has only a share of the peak."""
+    """Return the vendor's peak TFLOP/s for ``precision`` (bf16, fp16, tf32, fp32); None for unknown GPUs and MIG."""
     known = [preset.tflops for preset in presets() if preset.is_called(device_name)]
     known += [peaks for pattern, peaks in OTHER_CARDS.items() if re.search(pattern, device_name)]
     return known[0].get(precision) if known and "MIG" not in device_name else None

@@ -28,9 +28,8 @@ DEFAULT_OF_ACCELERATE = (
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The device of a training. kind: "cpu", "cuda" or "mps". bf16: whether it multiplies bf16 natively instead of
-    emulating it. capability: compute capability of an NVIDIA GPU, else None. detail: what supports bf16, in words; ""
-    without bf16."""
+    """The device of a training. kind: "cpu", "cuda" or "mps". bf16: whether it multiplies bf16 natively, without
+    emulation. capability: that of an NVIDIA GPU, else None. detail: what supports bf16, in words, or ""."""
 
     kind: str
     bf16: bool = False

@@ -77,8 +77,7 @@ def find(text: str) -> Preset:
 
 
 def parse_bytes(text: Union[str, float], name: str = "size") -> int:
-    """Return the bytes of "16GB", "16GiB" or "16", which means GiB; ``name`` is the setting, for the message. Raises
-    SettingsError for anything else."""
+    """Return the bytes of "16GB", "16GiB" or "16" (GiB) of the setting ``name``. Raises SettingsError otherwise."""
     return round(size_in_gib(name, str(text)) * 2**30)
 
 

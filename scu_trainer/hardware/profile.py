@@ -54,8 +54,7 @@ class Gpu(Accelerator):
 
 @dataclass(frozen=True)
 class Cpu:
-    """``cores`` are physical (None if not known), ``threads`` logical; ``usable`` are allowed by affinity and quota,
-    possibly a fraction."""
+    """Numbers of physical ``cores`` (None if not known) and logical ``threads``; ``usable`` by affinity and quota."""
 
     name: str
     architecture: str
@@ -179,8 +178,7 @@ def _disk(path: Path, measure: bool) -> Disk:
 
 
 def write_speed(folder: Path, size_bytes: int = SPEED_TEST_BYTES) -> float:
-    """Return the bytes per second of writing a temporary file in ``folder`` until it is on the disk. Raises
-    StorageError if it cannot be written."""
+    """Return the bytes per second of writing a temporary file in ``folder`` to the disk. Raises StorageError."""
     block = os.urandom(BLOCK_BYTES)  # random, because some disks compress
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -103,23 +103,13 @@ class AvailableChanges:
 
 
 def choices(asked: SettingChoice, available: AvailableChanges, device: str) -> list[SettingChoice]:
-    """Return ``asked`` and all alternatives, ordered by how much they change the result, then by speed. Alternatives
-    with shorter rows come last, the shortest at the end."""
+    """Return ``asked`` and alternatives, by how much they change the result, then by speed; shorter rows come last."""
     options = set(_same_length_choices(asked, available))
     block = asked.block_size
     while block is not None and block // 2 >= SHORTEST_BLOCK:
         block //= 2
         options |= {replace(choice, block_size=block) for choice in options if choice.checkpoint_every_layer}
-    return sorted(
-        options,
-        key=lambda choice: (
-            choice != asked,
-            choice.change(asked),
-            -(choice.block_size or 0),
-            choice.time(device),
-            repr(choice),
-        ),
-    )
+    return sorted(options, key=lambda c: (c != asked, c.change(asked), -(c.block_size or 0), c.time(device), repr(c)))
 
 
 def _same_length_choices(asked: SettingChoice, available: AvailableChanges) -> Iterator[SettingChoice]:

@@ -34,8 +34,7 @@ _OWN_TOOLS = ("packaging", "psutil", "rich")
 
 @dataclass(frozen=True)
 class RequirementStatus:
-    """One line of the report. ``fix`` says what to do if it is not ``ok``, and ``required`` whether training cannot
-    start without it."""
+    """One line of the report: ``fix`` if it is not ``ok``, and ``required`` if training cannot start without it."""
 
     name: str
     ok: bool

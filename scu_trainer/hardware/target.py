@@ -15,8 +15,7 @@ USABLE_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Target:
-    """A machine to plan for. ``limit_bytes`` is the memory of the training device that one process can use,
-    ``ram_bytes`` the free main memory."""
+    """A machine to plan for; ``limit_bytes`` of the training device and ``ram_bytes`` of main memory are free."""
 
     name: str
     facts: DeviceFacts
@@ -50,8 +49,7 @@ def here(use_cpu: bool) -> Target:
 
 
 def named(gpu: Optional[str], ram: Optional[str]) -> Target:
-    """Return a machine by the name of its GPU ("RTX 3050 4GB", "cpu-only") and its main memory ("16GB"). Raises
-    SettingsError for unknown names and sizes."""
+    """Return a machine by GPU ("RTX 3050 4GB", "cpu-only") and main memory ("16GB"). Raises SettingsError."""
     preset = find(gpu or "cpu-only")
     ram_bytes = preset.ram_bytes if ram is None else parse_bytes(ram, "ram")
     limit_bytes = ram_bytes if preset.device == "cpu" else int(preset.memory_bytes * USABLE_SHARE)

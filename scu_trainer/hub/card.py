@@ -40,8 +40,7 @@ def card_of(facts: Facts, name: str, license: Optional[str] = None, base_id: Opt
 
 
 def write_card(run: Path) -> bool:
-    """Write the README.md of a finished run; return False if an edited one is kept instead. Raises StorageError if it
-    cannot be written."""
+    """Write the README.md of a finished run; False if an edited one is kept. Raises StorageError."""
     path = run / CARD
     if not is_replaceable_card(path):
         return False

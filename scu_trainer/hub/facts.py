@@ -77,8 +77,7 @@ class Facts:
 
 
 def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any]] = None) -> Facts:
-    """Read the facts about ``weights``, which are the directory ``run`` itself or one of its checkpoints. Raises
-    StorageError for damaged files."""
+    """Read the facts about ``weights``: of ``run`` or a checkpoint in it. Raises StorageError for damaged files."""
     is_checkpoint = run is not None and weights != run
     return Facts(
         weights,
@@ -102,9 +101,8 @@ def _last_samples(run: Optional[Path]) -> list[dict[str, str]]:
 
 
 def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts, Optional[Path]]:
-    """Return the facts of a run, a checkpoint, an adapter, or merged weights, and the folder of merged weights or None.
-    ``merge`` is the content of a merge.json that is not written yet. Raises HubError if the adapter of merged weights
-    no longer exists."""
+    """Return the facts of a run, checkpoint, adapter or merged weights, and the folder of merged weights or None.
+    ``merge`` is for a merge.json not yet written. Raises HubError if the adapter of merged weights is gone."""
     made = read_made_file(path)
     merged = path if "adapter" in made else None
     if merged is not None:

@@ -58,8 +58,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Upload:
-    """The ``items`` to publish, and (name, reason) of other files in the run directory (``left_out``). ``edited`` is
-    whether the card was written or edited by the user."""
+    """The ``items`` to publish, (name, reason) of what is ``left_out``, and whether the user ``edited`` the card."""
 
     items: list[Item]
     left_out: list[tuple[str, str]]
@@ -73,9 +72,8 @@ class Upload:
 def collect_upload(
     facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str], merged: Optional[Path] = None
 ) -> Upload:
-    """Collect the files of a run to publish; ``merged`` is the folder of its merged weights, to replace its adapter.
-    Raises HubError for an adapter with a base that is not shared, and for secrets; ModelError if weights are missing or
-    damaged."""
+    """Collect the files of a run to publish; ``merged`` is the folder of merged weights, to replace its adapter. Raises
+    HubError for secrets and for a base that is not shared; ModelError if weights are missing or damaged."""
     weights = merged or facts.weights
     names = names_like(weights, (ADAPTER if facts.is_adapter else model_files(weights)) + PROCESSOR)
     if not any(name.endswith(".safetensors") for name in names):
@@ -130,9 +128,8 @@ def _refuse_missing_parts(weights: Path, names: Iterable[str]) -> None:
 
 
 def superseded_files(there: Iterable[str], upload: Upload) -> list[str]:
-    """Return which files on the Hub (``there``), left by an earlier push, would be loaded instead of ``upload``.
-    Libraries load the base that an ``adapter_config.json`` names, and prefer ``model.safetensors`` to an index, even if
-    newer weights are next to it."""
+    """Return which files on the Hub (``there``), left by an earlier push, would be loaded instead of ``upload``: the
+    base that an ``adapter_config.json`` names, or ``model.safetensors`` before an index, even next to newer weights."""
     sent = {item.path_in_repo for item in upload.items}
     patterns = (*ADAPTER, *RESULTS) if "adapter_config.json" in sent else (*ADAPTER, *WEIGHTS, *RESULTS)
     return sorted(name for name in {*there} - sent if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))

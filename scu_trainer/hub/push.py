@@ -56,8 +56,7 @@ def require_repo_id(repo_id: str) -> None:
 
 
 def require_revision(name: Optional[str], typed: str) -> None:
-    """Raise HubError for an invalid branch name, which the Hub would report only after it created the repository.
-    ``typed`` is the option that gave it."""
+    """Raise HubError if the option ``typed`` has an invalid branch name, before the Hub creates a repository."""
     if name is not None and not re.fullmatch(r"(?!.*(\.\.|//|@\{))[^\s~^:?*\[\\/.-][^\s~^:?*\[\\]*(?<![/.])", name):
         raise HubError(f"{typed} {name!r} is not a valid branch name; give one such as main, or drop it")
 

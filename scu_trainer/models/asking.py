@@ -35,8 +35,7 @@ def float32_settings(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def exact_products(model: nn.Module) -> Iterator[None]:
-    """Compute float32 products in full float32. On a GPU, a training may have set TF32 for the whole process, which
-    keeps only 11 bits of each factor."""
+    """Compute float32 products in full: on a GPU, a training may have set TF32 (11 bits) for the whole process."""
     import torch
 
     settings = float32_settings(model)

@@ -242,9 +242,8 @@ def _contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager, cont
 
 
 class PreservedStatistics:
-    """Context in which BatchNorm and similar layers update copies of their statistics, which are then dropped. May be
-    nested. Copies work for any layer, whatever its formula; with momentum 0 instead, an infinite mean times 0 would
-    become NaN."""
+    """Context in which BatchNorm and similar layers update copies of their statistics, which are then dropped; may be
+    nested. Copies work for any layer; with momentum 0 instead, an infinite mean times 0 would become NaN."""
 
     def __init__(self, block: nn.Module) -> None:
         self.block = block

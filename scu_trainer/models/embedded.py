@@ -1,7 +1,5 @@
-"""The small base model that needs no download: a Granite hybrid with one attention layer among mamba2 layers.
-
-It is built like Granite-4.0-H; ``train/fixtures/base_model.py`` makes its weights.
-"""
+"""The small base model that needs no download: a Granite hybrid with one attention layer among mamba2 layers, built
+like Granite-4.0-H; ``train/fixtures/base_model.py`` makes its weights."""
 
 from __future__ import annotations
 

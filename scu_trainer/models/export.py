@@ -53,8 +53,7 @@ def read_back(folder: Path, task: str, device: torch.device, trust_remote_code: 
 def require_same_logits(
     adapter_model: nn.Module, merged: nn.Module, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Return (difference, tolerance) of the logits, see ``check_merge``. Raises ModelError if the difference is larger
-    than rounding can explain."""
+    """Return (difference, tolerance), see ``check_merge``. Raises ModelError if rounding cannot explain it."""
     difference, tolerance = check_merge(adapter_model, merged, inputs), merge_tolerance(adapter_model, dtype)
     if difference <= tolerance:  # NaN is not
         return difference, tolerance

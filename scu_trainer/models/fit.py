@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def require_fit(model: PreTrainedModel, name: str, token_count: int, longest_row: int) -> None:
-    """Check that ``model`` embeds ``token_count`` tokens and reads ``longest_row`` positions. Raises ModelError for too
-    many tokens, and SettingsError for too long a row."""
+    """Raise ModelError if ``model`` embeds fewer than ``token_count`` tokens, and as ``require_positions`` does."""
     rows = embedding_rows(model)
     if rows is not None and token_count > rows:
         raise ModelError(

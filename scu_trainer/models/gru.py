@@ -247,8 +247,7 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: CadenceOutput, model_kwargs: dict[str, Any], *others: Any, **more: Any
     ) -> dict[str, Any]:
-        """Pass the state on to the next step. transformers does this only up to version 5.23; later versions would read
-        all words again for each new one."""
+        """Pass the state on, as transformers does only up to 5.23; otherwise each step would read all words again."""
         if "state" in outputs:
             model_kwargs["state"] = outputs.state
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *others, **more)

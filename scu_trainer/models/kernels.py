@@ -120,13 +120,13 @@ def kernel_line(model: nn.Module, inputs: dict[str, Any], autocast: Optional[Abs
         in_mode(model, True),
         _rng_kept(model),
         PreservedStatistics(model),
-        _Recorder(model) as record,
+        _Recorder(model) as log,
         torch.enable_grad(),
     ):
         with autocast or contextlib.nullcontext():
             model(**inputs)
-    attention = f"attention: {record.attention()}" if record.attention() else "no attention layers"
-    return f"{attention}; mamba: {record.mamba()}" if record.calls["mamba"] else attention
+    attention = f"attention: {log.attention()}" if log.attention() else "no attention layers"
+    return f"{attention}; mamba: {log.mamba()}" if log.calls["mamba"] else attention
 
 
 def _rng_kept(model: nn.Module) -> AbstractContextManager:

@@ -116,8 +116,7 @@ def _head_fields(groups: int, heads_per_group: int, size: int) -> dict[str, int]
 
 
 def _accepts(config: PretrainedConfig, changes: Mapping[str, Any]) -> bool:
-    """Return whether the model's config accepts ``changes``. Some configs, for example, require a hidden size that is a
-    multiple of the number of heads."""
+    """Return whether the config accepts ``changes``; some require a hidden size that is a multiple of the heads."""
     from huggingface_hub.errors import StrictDataclassError
 
     if changes["num_key_value_heads"] == config.num_key_value_heads:

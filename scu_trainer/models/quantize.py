@@ -198,8 +198,7 @@ def stored_bits(module: nn.Module) -> Optional[int]:
 
 
 def is_of_torchao(weight: torch.Tensor) -> bool:
-    """Return whether torchao has packed ``weight``. Its dtype is still the one before packing, and most functions of
-    torch do not accept it."""
+    """Return whether torchao has packed ``weight``; it keeps its dtype, and most functions of torch reject it."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(weight) and not hasattr(weight, "to_local")  # DTensors of FSDP have to_local

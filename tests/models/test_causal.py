@@ -43,7 +43,7 @@ OTHERS = {
     ("vit", "ViTForImageClassification"): "an image classifier.*--task image-classification",
     ("resnet", "ResNetModel"): "an image model.*--task image-classification",
     ("wav2vec2", "Wav2Vec2ForCTC"): "a speech recognition model",
-    ("clip", "CLIPModel"): "not a causal language model in transformers|an image model",
+    ("clip", "CLIPModel"): "not a causal language model in transformers|an image-text model",
 }
 
 

@@ -229,8 +229,7 @@ def _flock(path: Path) -> Iterator[None]:
 
 
 def remove(item: Leftover, who: Callable[[], Users] = users) -> int:
-    """Remove ``item`` and return how many bytes that freed. Raises InUse if a process uses it by now, and StorageError
-    if it cannot be removed."""
+    """Remove ``item`` and return the freed bytes. Raises InUse if it is used by now, StorageError if it fails."""
     if item.used_by is not None:
         raise InUse(item.used_by)
     with item.lock():

@@ -121,9 +121,8 @@ def find_target(text: str) -> Target:
 
 
 def _process_of(state: dict[str, Any]) -> Optional[psutil.Process]:
-    """Return the process that wrote run.json if it is alive. A process that started after the last write of run.json
-    has only reused its pid. The field ``started`` would not work for this check, because a resumed run keeps the time
-    of its first start."""
+    """Return the process that wrote run.json if it is alive, and not one that started after its last write with a
+    reused pid. The field ``started`` would not do: a resumed run keeps the time of its first start."""
     import psutil
 
     if state["status"] not in LIVE or not state.get("pid"):
@@ -213,8 +212,7 @@ def family(supervisor: psutil.Process) -> list[psutil.Process]:
 
 
 def held_bytes(process: psutil.Process) -> Optional[int]:
-    """Return the main memory of a process and its family; None if it has ended. Shared pages count once if the system
-    reports that."""
+    """Return the main memory of a process family, shared pages once if that is known; None if it has ended."""
     sizes = [size for member in family(process) if (size := _sizes(member)) is not None]
     return sum(rss if pss is None else pss for rss, pss in sizes) or None
 
@@ -234,8 +232,7 @@ def _sizes(process: psutil.Process) -> Optional[tuple[int, Optional[int]]]:
 
 
 def gpu_bytes(pids: set[int]) -> Optional[int]:
-    """Return the bytes that these processes hold on GPUs. None if the driver's tool is not installed or reports none of
-    them, as inside a container."""
+    """Return the bytes of these processes on GPUs; None if the driver reports none, as inside a container."""
     ours = [user.used_bytes for _, user in gpu_users() or () if user.pid in pids and user.used_bytes is not None]
     return sum(ours) if ours else None
 

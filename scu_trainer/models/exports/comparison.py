@@ -72,8 +72,7 @@ def _require_same_tokens(loaded: LlamaCpp, tokenizer: Any, texts: list[str]) -> 
 
 
 def _compare(model: nn.Module, loaded: LlamaCpp, row: list[int]) -> tuple[float, bool]:
-    """Compare the logits of the token after ``row``. Returns their largest difference, divided by the largest logit,
-    and whether the most likely token is the same."""
+    """Return the relative difference of the logits after ``row``, and whether the most likely token is the same."""
     import torch
 
     device = next(model.parameters()).device

@@ -30,8 +30,7 @@ Border = tuple[str, str]
 
 @dataclass(frozen=True)
 class Borders:
-    """``texts`` between two messages, by the roles (before, after). START means that no message precedes, and END that
-    the beginning of an answer follows."""
+    """``texts`` between two messages, by the roles (before, after): START before the first, END after the last."""
 
     texts: dict[Border, str]
 

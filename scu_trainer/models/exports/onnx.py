@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 
 def write_onnx(model: nn.Module, inputs: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write one graph, ``model.onnx`` with its weights next to it, that computes the logits of whole rows. It takes any
-    number of rows of any length; ``inputs`` are rows to trace with. Raises ModelError with the exporter's reason if it
-    fails."""
+    """Write one graph, ``model.onnx`` with its weights next to it: the logits of any number of rows of any length.
+    ``inputs`` are rows to trace with. Raises ModelError with the exporter's reason if it fails."""
     import torch
     from transformers.exporters import OnnxConfig, OnnxExporter
 

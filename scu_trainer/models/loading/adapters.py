@@ -32,8 +32,7 @@ SAVED_WHOLE = ("", "base_layer.", "modules_to_save.", ROWS_IN_WHOLE)
 
 
 def active_configs(model: nn.Module) -> list[PeftConfig]:
-    """Return the configurations of the active adapters. Several are active in a PeftMixedModel, or if ``set_adapter``
-    was given a list."""
+    """Return the configurations of active adapters: several in a PeftMixedModel or if ``set_adapter`` got a list."""
     names, configs = getattr(model, "active_adapters", ()), getattr(model, "peft_config", {})
     return [configs[name] for name in names if name in configs] if configs and not callable(names) else []
 
@@ -44,9 +43,8 @@ def active_config(model: nn.Module) -> Optional[PeftConfig]:
 
 
 def generation_obstacle(model: nn.Module) -> Optional[str]:
-    """Return why ``model`` would generate wrong text; None if it would not. peft puts a learned prompt before the text.
-    If peft is older than transformers needs, it does not find the cache and puts the prompt there again at every
-    token."""
+    """Return why ``model`` would generate wrong text; None if it would not. peft puts a learned prompt before the text;
+    if it is older than transformers needs, it does not find the cache and does so again at every token."""
     if not getattr(active_config(model), "is_prompt_learning", False):
         return None
     from transformers.integrations.peft import MIN_PEFT_VERSION as NEEDED
@@ -101,9 +99,8 @@ def _leaf(name: str) -> str:
 
 
 def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Optional[list[str]]:
-    """Return ``wanted`` if the model has all of these modules, and None if ``wanted`` is empty. Warns about mamba
-    projections, where adapters have no effect on a GPU. Raises ModelError with the nearest name for a module that the
-    model does not have."""
+    """Return ``wanted``, or None if it is empty. Warns about mamba projections, where adapters have no effect on a GPU.
+    Raises ModelError with the nearest name for a module that the model does not have."""
     if not wanted:
         return None
     if list(wanted) == ["all-linear"]:
@@ -203,8 +200,8 @@ def _trainable_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[in
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> tuple[int, ...]:
-    """Add ``new_tokens`` to the tokenizer and return their ids. Raises ModelError for a token that the tokenizer
-    already has, and for a list that was typed as one word."""
+    """Add ``new_tokens`` to the tokenizer and return their ids. Raises ModelError for a known token, and for a typed
+    list."""
     known = [token for token in settings.new_tokens or () if token in tokenizer.get_vocab()]
     if known:
         raise ModelError(f"new_tokens has {known[0]!r}, which the tokenizer already has; take it out")
@@ -287,8 +284,7 @@ def _kinds_of_weights(names: list[str]) -> str:
 
 
 def save_only_new_rows(model: nn.Module) -> nn.Module:
-    """Make ``model.save_pretrained`` save only the rows of new tokens. By default peft saves the whole embedding,
-    because it has grown."""
+    """Make ``model.save_pretrained`` save only rows of new tokens; peft would save the whole grown embedding."""
 
     class WithNewTokens(type(model)):
         def save_pretrained(self, save_directory: str, *args: Any, **options: Any) -> None:

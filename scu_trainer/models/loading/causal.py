@@ -1,8 +1,5 @@
-"""Refuse models that are not causal language models.
-
-transformers would load some of them as one and train them on the wrong task: BERT, for example, sees the words that it
-has to predict.
-"""
+"""Refuse models that are not causal language models: transformers would load some of them as one, but train them on the
+wrong task. BERT, for example, sees the words that it has to predict."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ def require_causal(config: PretrainedConfig, name: str) -> None:
 
 
 def _other_kind(config: PretrainedConfig) -> tuple[str, str] | None:
-    """Return what kind of model it is and what to do instead. None for a causal language model, and for a configuration
-    that does not declare its kind."""
+    """Return the kind of model and what to do instead; None for a causal language model, or if nothing is declared."""
     from transformers.models.auto import modeling_auto as auto
 
     kind, architectures = config.model_type, config.architectures or ()

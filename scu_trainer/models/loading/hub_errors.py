@@ -63,8 +63,7 @@ def without_retry_advice(line: str) -> str:
 
 
 def set_connection_timeout() -> None:
-    """Set the timeout of huggingface_hub's session in this process; call it again if the session was replaced.
-    huggingface_hub makes a new session after some errors."""
+    """Set the timeout of huggingface_hub's session in this process; after some errors the library makes a new one."""
     from huggingface_hub import get_session
 
     get_session().timeout = STALL_S

@@ -66,9 +66,9 @@ VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``model_name_or_path``; if it has no padding token, the end-of-text token is used. An
-    adapter folder without tokenizer files takes the tokenizer of its base model. Raises ModelError if the tokenizer
-    cannot be loaded or has no end-of-text token."""
+    """Load the tokenizer of ``model_name_or_path``, that of the base model for an adapter folder without tokenizer
+    files. Without a padding token, the end-of-text token is used. Raises ModelError if there is neither, or it cannot
+    be loaded."""
     from transformers import AutoTokenizer
 
     name = settings.model_name_or_path
@@ -135,12 +135,9 @@ def load_model(
         packing = _packing_config(config, settings, device)
         if placement is None:
             require_room_for(config, name, _bytes_per_weight(config, dtype, settings), settings.trust_remote_code)
-        auto_arguments = {
-            "trust_remote_code": settings.trust_remote_code,
-            "attn_implementation": settings.attn_implementation,
-        }
+        extra = {"trust_remote_code": settings.trust_remote_code, "attn_implementation": settings.attn_implementation}
         model, random = read_model(
-            AutoModelForCausalLM, name, config, settings, dtype, device, packing, placement, **auto_arguments
+            AutoModelForCausalLM, name, config, settings, dtype, device, packing, placement, **extra
         )
     if random:
         raise ModelError(
@@ -203,16 +200,14 @@ def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
 
 
 def causal_config(settings: ModelSettings) -> PretrainedConfig:
-    """Return the configuration of the model that ``load_model`` would load. Raises ModelError if it is not a causal
-    language model."""
+    """Return the configuration of the model to load. Raises ModelError if it is not a causal language model."""
     config = config_of(settings)
     require_causal(config, base_of(settings.model_name_or_path))
     return config
 
 
 def config_of(settings: ModelSettings) -> PretrainedConfig:
-    """Read the configuration of a model, or of the base model of an adapter, without loading weights. Raises ModelError
-    if it cannot be read."""
+    """Read the configuration of a model, or of the base of an adapter. Raises ModelError if it cannot be read."""
     check_source(settings.model_name_or_path)
     name = base_of(settings.model_name_or_path)
     with as_model_error(name, "configuration", settings.model_revision, settings.model_name_or_path):
@@ -261,8 +256,7 @@ def class_fields(names: Sequence[str]) -> dict[str, Any]:
 
 
 def read_config(name: str, settings: ModelSettings) -> PretrainedConfig:
-    """Read the configuration of the folder or Hub id ``name``. Raises ModelError if ``architectures`` is not a list of
-    strings, which transformers does not check."""
+    """Read a configuration. Raises ModelError for invalid ``architectures``, which transformers does not check."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(

@@ -13,9 +13,8 @@ SUFFIX = ".safetensors"
 
 
 def release_mapped_files() -> int:
-    """Release the pages of weight files that were only read to convert the weights. A weight that is still used in
-    place is read from its file again. Returns the bytes of the released mappings; 0 if the system cannot release
-    them."""
+    """Release the pages of weight files that were only read to convert the weights; a weight that is used in place is
+    read again. Returns the bytes of the released mappings; 0 if the system cannot release them."""
     if not sys.platform.startswith("linux"):
         return 0
     libc = ctypes.CDLL(None, use_errno=True)

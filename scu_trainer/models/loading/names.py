@@ -22,9 +22,8 @@ from scu_trainer.settings import ModelSettings
 
 
 def check_source(name_or_path: str, what: str = "model", typed: str = "model_name_or_path ") -> None:
-    """Raise ModelError for a local path that does not hold a model; Hub ids pass, and the network is not used. For the
-    message, ``what`` is what the caller wants to load, and ``typed`` the setting or flag that gave the name, followed
-    by a space."""
+    """Raise ModelError for a local path that does not hold a model, without using the network; Hub ids pass. For the
+    message, ``what`` is to be loaded, and ``typed`` is the setting or flag that gave the name, followed by a space."""
     path = Path(name_or_path).expanduser()
     looks_local = name_or_path.startswith((".", "/", "~")) or path.exists() or name_or_path.count("/") > 1
     if not looks_local:

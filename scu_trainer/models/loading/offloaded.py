@@ -86,9 +86,8 @@ def adapt_as_saved(model: nn.Module, folder: Path) -> nn.Module:
 def load_adapter(
     model: nn.Module, model_id: Union[str, Path], adapter_name: str = "default", is_trainable: bool = True
 ) -> Any:
-    """Load the weights saved in the folder ``model_id`` into an existing adapter of the model; change nothing else.
-    ``is_trainable`` exists for the signature of ``PeftModel.load_adapter`` and has no effect. Raises ModelError if
-    weights are missing."""
+    """Load the weights in the folder ``model_id`` into an existing adapter and change nothing else; ``is_trainable``,
+    of ``PeftModel.load_adapter``, has no effect. Raises ModelError if weights are missing."""
     from peft import set_peft_model_state_dict
     from peft.utils import load_peft_weights
 

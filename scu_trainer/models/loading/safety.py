@@ -32,8 +32,7 @@ PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 SAFE_ADAPTER, PICKLED_ADAPTER = "adapter_model.safetensors", "adapter_model.bin"
 
 RUNS_CODE = ("global_step*/*.pt", "latest", "*/.metadata")
-"""Checkpoint files that are unpickled without restrictions: those of DeepSpeed (``latest`` may name any folder), and of
-state that FSDP sharded."""
+"""Checkpoint files that are unpickled unrestricted: of DeepSpeed (``latest`` names any folder), and of sharded FSDP."""
 
 CONFIGS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
 
@@ -80,9 +79,8 @@ def _refuse_or_warn(source: str, found: str, wanted: str, allow: bool) -> None:
 
 
 def _conversion_hint(source: str, found: str, wanted: str) -> str:
-    """Return the sentence with the command that converts a single pickle file in a folder to safetensors. For several
-    files, which would need a new index, and for the Hub it asks for another repository or revision. Raises ModelError
-    if Git LFS did not fetch the file."""
+    """Return the sentence with the command that converts a single pickle file in a folder to safetensors; in other
+    cases it asks for another repository or revision. Raises ModelError if Git LFS did not fetch the file."""
     file = Path(source) / found
     if file.is_file() and is_not_fetched(file):
         raise ModelError(f"{file} {NOT_FETCHED}")

@@ -11,9 +11,9 @@ from scu_trainer.settings import ModelSettings
 
 
 def weight_counts(name_or_path: str) -> dict[str, float]:
-    """Return the number of all ``weights``, of ``linear_weights`` (which quantization packs), and ``stored_bytes``.
-    ``stored_bytes`` are the bytes of a weight in the model's files by the dtype of its config, 2 if it has none. Raises
-    ModelError if the configuration cannot be read."""
+    """Return the number of all ``weights``, of ``linear_weights`` (which quantization packs), and ``stored_bytes`` of a
+    weight in the files by the dtype of the config (2 if it has none). Raises ModelError if there is no
+    configuration."""
     import torch
 
     config = config_of(ModelSettings(model_name_or_path=name_or_path))

@@ -36,9 +36,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Heads:
-    """What the heads of a model predict. ``label_names`` are the classes, and ``report_words`` the words of reports
-    (none: no report head). The longest report has ``report_length`` words, including its end. ``report_weight`` None
-    means that of the trained model, or 1."""
+    """What the heads of a model predict: classes, and reports of ``report_words`` (none: no report head) with at most
+    ``report_length`` words including the end. ``report_weight`` None: that of the trained model, or 1."""
 
     label_names: Sequence[str]
     report_words: Sequence[str] = ()
@@ -125,9 +124,8 @@ def make_trident(
     device: torch.device,
     placement: Optional[Placement] = None,
 ) -> tuple[TridentForSensorClassification, list[str]]:
-    """Create a model from scratch or load one, with ``heads``; return it with lines that describe it for the log. It is
-    on the CPU, except with ``tuning: qlora`` or a ``placement``. Raises ModelError if the files do not hold a TRIDENT,
-    or if it takes recordings of other sensors."""
+    """Create a model from scratch or load one, with ``heads``; return it with log lines. It is on the CPU, except with
+    ``tuning: qlora`` or a ``placement``. Raises ModelError for other models, and for recordings of other sensors."""
     config = stored_config(settings)
     if config is None:
         return new_trident(settings, own, heads, shapes), ["TRIDENT, from scratch"]
@@ -145,9 +143,8 @@ def make_trident(
 def plan_trident_placement(
     settings: ModelSettings, own: SensorSettings, memory: MemorySettings, free: FreeMemory, device: torch.device
 ) -> Optional[Placement]:
-    """Plan where ``device_map`` puts the weights of a stored model, before any is loaded; None if it is not set. The
-    heads stay on the device that computes them. Raises a UserError if the weights do not fit or could not be trained
-    there."""
+    """Plan where ``device_map`` puts the weights of a stored model, before any is loaded; None if it is not set. Heads
+    stay on the device that computes them. Raises a UserError if weights do not fit or could not be trained there."""
     from transformers import AutoModelForSequenceClassification
 
     if settings.device_map is None:

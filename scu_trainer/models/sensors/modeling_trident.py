@@ -96,8 +96,7 @@ class TridentModel(TridentPreTrainedModel):
 
 
 def _arguments(branch: Any, name: str, inputs: dict[str, Optional[Tensor]], branch_mask: Optional[Tensor]) -> list[Any]:
-    """Return the values and mask of each input of a branch, in order; a missing mask is all True. Raises ValueError if
-    an input is missing."""
+    """Return value and mask (default: all True) of each input of a branch. Raises ValueError if one is missing."""
     arguments = []
     for item in branch.inputs:
         values, mask = inputs.get(item), inputs.get(mask_name(item))
@@ -244,8 +243,7 @@ class TridentForSensorClassification(TridentPreTrainedModel):
         return found
 
     def transformer_linears(self) -> list[str]:
-        """Return the names of the linear layers of all transformer blocks before the heads. Adapters act on these
-        layers, and they may be quantized."""
+        """Return the names of the linear layers of all transformer blocks before the heads, to adapt or quantize."""
         linears = (name for name, module in self.trident.named_modules() if isinstance(module, nn.Linear))
         return [f"trident.{name}" for name in linears if ".layers." in name]
 

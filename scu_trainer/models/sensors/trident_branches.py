@@ -107,8 +107,8 @@ class InfraredBranch(DetectingBranch):
 
 
 class DualVisionBranch(DetectingBranch):
-    """Both cameras together: a detection CNN reads a visible and an infrared frame of the same moment as channels. A
-    frame counts if the recording has both."""
+    """Both cameras together: a detection CNN reads visible and infrared frames of the same moment as channels. A frame
+    counts if the recording has both."""
 
     inputs = ("visible", "infrared")
     channels = 4
@@ -206,9 +206,8 @@ class KinematicsBranch(Branch):
 
 
 class GeometryBranch(Branch):
-    """An MLP over a few numbers, such as range, azimuth, elevation and speed: one token per set of numbers. The inverse
-    hyperbolic sine (Johnson 1949) brings metres and radians to a similar scale: it is the identity near zero and a
-    logarithm for large numbers."""
+    """An MLP over a few numbers, such as range, azimuth, elevation and speed: one token per set. The inverse hyperbolic
+    sine (Johnson 1949) brings metres and radians to similar scales: linear near zero, logarithmic for large numbers."""
 
     inputs = ("geometry",)
 

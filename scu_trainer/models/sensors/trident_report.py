@@ -53,9 +53,9 @@ class ReportDecoder(nn.Module):
 
 
 def report_scores(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return (rows, 3), float32: summed loss in nats, number of learned words, and 1 if each has the largest logit.
-    logits: (rows, time, words). targets: (rows, time), -100 for words that are not learned. A row without learned words
-    has only zeros."""
+    """Return (rows, 3), float32: summed loss in nats, number of learned words, and 1 if each has the largest logit;
+    zeros if none is learned. logits: (rows, time, words). targets: (rows, time), -100 for words that are not
+    learned."""
     learned = targets != NOT_LEARNED
     nats = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     is_right = (logits.argmax(dim=-1) == targets) | ~learned

@@ -33,16 +33,14 @@ def save_classes_with_adapter(model: nn.Module) -> None:
 
 
 def fully_trained_modules(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
-    """Return the modules that are trained and saved in full next to LoRA: head and BatchNorm; None if there are none.
-    The head may be new, and the running statistics of BatchNorm change in training and would be missing from a saved
-    adapter."""
+    """Return the modules that are trained and saved in full next to LoRA, or None: the head, which may be new, and
+    BatchNorm, whose running statistics change in training and would be missing from a saved adapter."""
     norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
     return [*heads, *norms] or None
 
 
 def inner_targets(model: nn.Module, heads: Sequence[str]) -> list[str] | None:
-    """Return the full names of the layers that LoRA acts on, outside of ``heads``. These are the linear layers; if
-    there are none, the convolutions with a single group."""
+    """Return the full names of linear layers outside of ``heads``, or else of convolutions with one group, for LoRA."""
 
     def names_of(kind: type) -> list[str]:
         found = (name for name, module in model.named_modules() if isinstance(module, kind))

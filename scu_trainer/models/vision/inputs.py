@@ -69,9 +69,8 @@ class PixelInputs:
 
 
 def pixel_inputs(processor: BaseImageProcessor, channels: int, augmentation: Optional[nn.Module] = None) -> PixelInputs:
-    """Return the hook that normalizes like ``processor``, found out by processing a black and a white image. Reading
-    ``image_mean`` and ``image_std`` would not be enough, because families also differ in other settings. Raises
-    ModelError if both images give the same values."""
+    """Return the hook that normalizes like ``processor``, by processing a black and a white image: families differ in
+    more than ``image_mean`` and ``image_std``. Raises ModelError if both images give the same values."""
     black, white = (_processed_color(processor, channels, value) for value in (0, 255))
     contrast = white - black
     if not contrast.all():
@@ -114,8 +113,7 @@ def attached(model: nn.Module) -> Optional[PixelInputs]:
 
 
 def process_images_for(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs`` with their bytes processed as ``model`` would do it. Any augmentation is drawn once here, so
-    that several models can get the same images."""
+    """Return ``inputs`` with bytes processed as by ``model``, with augmentation drawn once for several models."""
     hook = attached(model)
     processed = None if hook is None else hook(model, (), dict(inputs))
     return dict(inputs) if processed is None else processed[1]

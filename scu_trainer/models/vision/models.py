@@ -55,8 +55,7 @@ def make_classifier(
 
 
 def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], view: View) -> nn.Module:
-    """Load a trained classifier, with its adapter if it has one, in evaluation mode. Raises ModelError if its classes
-    are not ``label_names``."""
+    """Load a classifier or adapter in evaluation mode. Raises ModelError if its classes are not ``label_names``."""
     import torch
 
     _require_classes(settings, label_names)

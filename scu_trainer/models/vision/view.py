@@ -21,9 +21,8 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 
 class View(NamedTuple):
-    """How a model sees images. ``processor`` is a stock one and is saved with the model, ``size`` is (height, width),
-    and ``line`` describes the choice for the log. ``is_new`` means that mean and deviation of the training images must
-    still be set."""
+    """How a model sees images: its stock ``processor``, which is saved with it, ``size`` (height, width), and a
+    ``line`` for the log. ``is_new`` means that mean and deviation of the training images must still be set."""
 
     processor: BaseImageProcessor
     channels: int
@@ -56,8 +55,7 @@ def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[
 
 
 def _declared_size(config: PretrainedConfig, name: str) -> int | None:
-    """Return the longer side in pixels of the model's declared image size; None if it declares none. Raises ModelError
-    if a side is less than 1 pixel."""
+    """Return the longer side in pixels of the declared image size, or None. Raises ModelError for sides below 1."""
     declared = getattr(config, "image_size", None)
     if declared is None:
         return None
@@ -91,8 +89,7 @@ def _has_config(path: Path) -> bool:
 
 
 def known_classes(settings: ModelSettings) -> tuple[str, ...]:
-    """Return the class names of a trained classifier in the order of their labels. Raises ModelError for an adapter
-    that was saved without them."""
+    """Return the class names of a classifier by label. Raises ModelError for an adapter that was saved without them."""
     path = Path(expanded_name(settings.model_name_or_path))
     if is_adapter(path) and not _has_config(path):
         raise ModelError(
