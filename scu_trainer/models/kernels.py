@@ -120,7 +120,7 @@ def kernel_line(model: nn.Module, inputs: dict[str, Any], autocast: Optional[Abs
         in_mode(model, True),
         _rng_kept(model),
         PreservedStatistics(model),
-        _Recorder(model) as log,
+        _Tracer(model) as log,
         torch.enable_grad(),
     ):
         with autocast or contextlib.nullcontext():
@@ -135,7 +135,7 @@ def _rng_kept(model: nn.Module) -> AbstractContextManager:
     return torch.random.fork_rng(devices=devices, device_type=kind)
 
 
-class _Recorder(TorchDispatchMode):
+class _Tracer(TorchDispatchMode):
     """Counts the kernels that run inside attention and mamba layers; ``calls`` counts the layers that ran, by kind."""
 
     supports_higher_order_operators = True
@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
         self.mamba_operations: Counter[str] = Counter()
         self._hooks: list = []
 
-    def __enter__(self) -> _Recorder:
+    def __enter__(self) -> _Tracer:
         for module in self.model.modules():
             if kind := _layer_kind(module):
                 self._hooks.append(module.register_forward_pre_hook(functools.partial(self._enter_layer, kind)))
