@@ -178,7 +178,8 @@ def _disk(path: Path, measure: bool) -> Disk:
 
 
 def write_speed(folder: Path, size_bytes: int = SPEED_TEST_BYTES) -> float:
-    """Return the bytes per second of writing a temporary file in ``folder`` to the disk. Raises StorageError."""
+    """Return bytes per second of writing a temporary file to the disk of ``folder``. Raises StorageError if that
+    fails."""
     block = os.urandom(BLOCK_BYTES)  # random, because some disks compress
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

@@ -15,7 +15,8 @@ USABLE_SHARE = 0.95
 
 @dataclass(frozen=True)
 class Target:
-    """A machine to plan for; ``limit_bytes`` of the training device and ``ram_bytes`` of main memory are free."""
+    """A machine to plan for: one process can use ``limit_bytes`` of its device; ``ram_bytes`` of main memory are
+    free."""
 
     name: str
     facts: DeviceFacts

@@ -99,8 +99,9 @@ def _leaf(name: str) -> str:
 
 
 def checked_targets(model: nn.Module, wanted: Optional[Iterable[str]]) -> Optional[list[str]]:
-    """Return ``wanted``, or None if it is empty. Warns about mamba projections, where adapters have no effect on a GPU.
-    Raises ModelError with the nearest name for a module that the model does not have."""
+    """Return ``wanted`` (None if empty; "all-linear" means ``adapter_targets``). Warns about mamba projections, where
+    adapters have no effect on a GPU. Raises ModelError with the nearest name for a module that the model does not
+    have."""
     if not wanted:
         return None
     if list(wanted) == ["all-linear"]:
@@ -200,8 +201,7 @@ def _trainable_rows(model: nn.Module, settings: ModelSettings, rows: Sequence[in
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> tuple[int, ...]:
-    """Add ``new_tokens`` to the tokenizer and return their ids. Raises ModelError for a known token, and for a typed
-    list."""
+    """Add ``new_tokens`` and return their ids. Raises ModelError for known tokens and for a list typed as one word."""
     known = [token for token in settings.new_tokens or () if token in tokenizer.get_vocab()]
     if known:
         raise ModelError(f"new_tokens has {known[0]!r}, which the tokenizer already has; take it out")

@@ -66,9 +66,9 @@ VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.jso
 
 
 def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``model_name_or_path``, that of the base model for an adapter folder without tokenizer
-    files. Without a padding token, the end-of-text token is used. Raises ModelError if there is neither, or it cannot
-    be loaded."""
+    """Load the tokenizer of ``model_name_or_path``, or that of the base model for an adapter folder without tokenizer
+    files; the end-of-text token is used for padding if there is no padding token. Raises ModelError if it cannot be
+    loaded or has no end-of-text token."""
     from transformers import AutoTokenizer
 
     name = settings.model_name_or_path

@@ -12,8 +12,7 @@ from scu_trainer.settings import ModelSettings
 
 def weight_counts(name_or_path: str) -> dict[str, float]:
     """Return the number of all ``weights``, of ``linear_weights`` (which quantization packs), and ``stored_bytes`` of a
-    weight in the files by the dtype of the config (2 if it has none). Raises ModelError if there is no
-    configuration."""
+    weight in the files by the dtype of the config (2 without one). Raises ModelError if the config cannot be read."""
     import torch
 
     config = config_of(ModelSettings(model_name_or_path=name_or_path))

@@ -124,8 +124,9 @@ def make_trident(
     device: torch.device,
     placement: Optional[Placement] = None,
 ) -> tuple[TridentForSensorClassification, list[str]]:
-    """Create a model from scratch or load one, with ``heads``; return it with log lines. It is on the CPU, except with
-    ``tuning: qlora`` or a ``placement``. Raises ModelError for other models, and for recordings of other sensors."""
+    """Create a model from scratch or load one, with ``heads``, and return it with log lines. It is on the CPU, except
+    with ``tuning: qlora`` or a ``placement``. Raises ModelError if files hold no TRIDENT, and for recordings of other
+    sensors."""
     config = stored_config(settings)
     if config is None:
         return new_trident(settings, own, heads, shapes), ["TRIDENT, from scratch"]

@@ -32,7 +32,7 @@ def device_refusal(name: str) -> Optional[str]:
 
 
 def place_branches(model: TridentForSensorClassification, devices: Mapping[str, str], main: torch.device) -> str:
-    """Put branches on ``devices`` that pass ``device_refusal``, and the rest on ``main``; return a line for the log."""
+    """Put branches on ``devices``, which must pass ``device_refusal``, and the rest on ``main``; return a log line."""
     move_rest(model, main)
     # With such a map the Trainer and accelerate do not move the model. Its values are devices and not names, because
     # "cpu" would mean offloaded weights.
