@@ -295,7 +295,7 @@ def test_adapters_start_as_without_offloading(folder):
     assert not any(weight.is_meta for weight in weights_of(away).values())
 
 
-def test_stand_ins_take_no_memory_and_leave_no_trace(folder):
+def test_placeholders_take_no_memory_and_leave_no_trace(folder):
     model = load_model(settings_of(folder), placement=planned(folder, 0.7))
     before = dict(model.named_parameters())
     with placeholders_for_offloaded(model):

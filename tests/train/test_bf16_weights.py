@@ -129,7 +129,7 @@ def test_all_loops_act(tmp_path):
         ("sgd", None, False),
     ],
 )
-def test_who_keeps_small_steps(optim, optim_args, keeps):
+def test_which_optimizers_preserve_small_updates(optim, optim_args, keeps):
     assert preserves_small_updates(optim, optim_args) is keeps
 
 
