@@ -304,8 +304,8 @@ def _shown_value(value: Any) -> str:
 def _apply_task_defaults(
     parser: HfArgumentParser, arguments: Sequence[str], names: Collection[str]
 ) -> tuple[TaskSettings, list[str]]:
-    """Make the defaults, preset and mode of the task defaults of ``parser``. Returns the task, and notes on preset
-    values that depend on this machine."""
+    """Set the defaults of ``parser`` to those of the task, its preset and its mode. Returns the task, and notes on
+    preset values that depend on this machine."""
     typed, given = parser.parse_args(arguments), given_names(arguments, names)
     task = _settings_from(TaskSettings, typed)
     task.check_given(given)
@@ -330,8 +330,7 @@ def _choose_optimizer(parser: HfArgumentParser, typed: Any, given: Collection[st
 
 
 def _choose_evaluations(parser: HfArgumentParser, typed: Any, given: Collection[str]) -> tuple[str, ...]:
-    """Set the evaluation and save fields that early stopping and the best model need, unless ``given``, and return a
-    note."""
+    """Set the fields that early stopping and the best model need, unless ``given``, and return a note."""
     chosen = {} if typed.early_stopping_patience is None else early_stopping_values(vars(typed), given)
     together = {**vars(typed), **chosen}
     defaults = dict(chosen)
@@ -348,8 +347,7 @@ def _choose_evaluations(parser: HfArgumentParser, typed: Any, given: Collection[
 
 
 def _choose_precision(parser: HfArgumentParser, typed: Any, planned_for: Optional[DeviceFacts]) -> PrecisionChoice:
-    """Set bf16, fp16 and tf32 to what the device supports, unless given. TrainingArguments reads them when it is
-    created."""
+    """Set bf16, fp16 and tf32 to what the device supports, unless given: TrainingArguments reads them when created."""
     turned_off = [name for name in ("bf16", "fp16") if getattr(typed, name) is False]
     wanted = typed.mixed_precision
     if wanted in turned_off:
@@ -387,6 +385,6 @@ def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
 
 def as_yaml(job: Job) -> str:
     """Return the resolved configuration as YAML; reading it back gives the same configuration."""
-    as_typed = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
-    as_typed["report_to"] = as_typed["report_to"] or "none"  # an empty list in a file means the default
-    return yaml.safe_dump({key: value for key, value in as_typed.items() if value is not None}, sort_keys=False)
+    content = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
+    content["report_to"] = content["report_to"] or "none"  # an empty list in a file means the default
+    return yaml.safe_dump({key: value for key, value in content.items() if value is not None}, sort_keys=False)

@@ -90,15 +90,15 @@ def _own_entries(entries: Mapping[str, Any], names: Collection[str], config: str
 
 def _imported_entries(tool: str, entries: Mapping[str, Any], names: Collection[str], config: str) -> FileEntries:
     """Translate a file of another program. Raises SettingsError if one of its keys has no counterpart."""
-    file = import_configuration(tool, entries, {*names, *known_names()}, Path(config).parent)
-    if file.lost:
-        lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in file.lost)
+    imported = import_configuration(tool, entries, {*names, *known_names()}, Path(config).parent)
+    if imported.lost:
+        lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in imported.lost)
         raise SettingsError(
-            f"this is a file of {file.tool.title}, and {len(file.lost)} of its {len(file.keys)} keys have no "
-            f"counterpart ({lost}); remove them, or convert the rest: scu-trainer import {shlex.quote(config)}"
+            f"this is a file of {imported.tool.title}, and {len(imported.lost)} of its {len(imported.keys)} keys have "
+            f"no counterpart ({lost}); remove them, or convert the rest: scu-trainer import {shlex.quote(config)}"
         )
-    read_as = [f"a file of {file.tool.title}", *notes_of(file.keys), *file.differences]
-    return FileEntries(file.settings, read_as, file.defaults)
+    read_as = [f"a file of {imported.tool.title}", *notes_of(imported.keys), *imported.differences]
+    return FileEntries(imported.settings, read_as, imported.defaults)
 
 
 def _configuration_in(config: str) -> dict[str, Any]:

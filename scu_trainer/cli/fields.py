@@ -114,7 +114,7 @@ def show_defaults_in_help(parser: HfArgumentParser) -> None:
 
 
 class _TextOrList(argparse.Action):
-    """Stores one value as it is, and several as a list, because transformers does not treat a list of one as text."""
+    """Store one value as it is, and several as a list: to transformers, a text and a list of one text differ."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)
@@ -156,13 +156,11 @@ JSON_ONLY = (
     "liger_kernel_config",
     "lr_scheduler_kwargs",
 )
-"""Fields that take JSON and never the name of a file. transformers would keep any other text, with which the run ends
-in a traceback."""
+"""Fields that take JSON, never a file name. With other text, which transformers keeps, a run ends in a traceback."""
 
 
 def _checked_json_or_path(text: str) -> str:
-    """Return ``text``, which is JSON or the name of a file. Broken JSON is refused here, because the error of
-    transformers does not name the flag."""
+    """Return ``text``, JSON or a file name. Broken JSON is refused here: transformers' error does not name the flag."""
     if text.startswith("{"):
         _json_object(text)
     return text
@@ -196,16 +194,15 @@ def field_names(parser: argparse.ArgumentParser) -> set[str]:
 
 
 def check_names(arguments: Iterable[str], names: Collection[str], read_before: Collection[str] = ()) -> None:
-    """Raise SettingsError at the first unknown flag. ``read_before``: names of flags that were parsed before, which are
-    suggested as well."""
+    """Raise SettingsError at the first unknown flag. ``read_before``: flags parsed before, which are suggested, too."""
     for argument in arguments:
         if argument.startswith("--") and name_of(argument) not in names:
             raise unknown_option(argument, [*names, *read_before])
 
 
 def parse_with_fields(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of ``parser``, and the other words, which are flags of training. Raises SettingsError for an
-    unknown flag."""
+    """Return the options of ``parser`` and the other words, flags of training. Raises SettingsError for unknown
+    flags."""
     options, flags = parser.parse_known_args(argv)
     check_known(flags, parser._option_string_actions)
     return options, flags
@@ -224,8 +221,7 @@ def check_known(flags: Sequence[str], read_before: Iterable[str] = ()) -> None:
 
 
 def check_given_once(flags: Sequence[str]) -> None:
-    """Raise SettingsError for a dataset that is given twice, of which argparse would take the last, or that is given as
-    several words."""
+    """Raise SettingsError for a dataset given twice, of which argparse would take the last, or as several words."""
     for name, first, second in flags_given_twice(flags):
         if name == "dataset":
             both = json.dumps([{name: redact(first)}, {name: redact(second)}])

@@ -1,7 +1,4 @@
-"""``scu-trainer launch LAUNCHER ...``: starts scripts/train.py under accelerate, deepspeed or torchrun on this machine.
-
-It prints the launcher's own command first, which can also be typed by hand.
-"""
+"""``scu-trainer launch LAUNCHER ...``: prints the launcher's own command for training on this machine, and runs it."""
 
 from __future__ import annotations
 
@@ -57,8 +54,7 @@ def main(argv: list[str]) -> NoReturn:
 
 
 def _count(text: str) -> Optional[int]:
-    """Return the number of processes; None for an empty word, which a Makefile passes for a variable that is not
-    set."""
+    """Return the number of processes; None for an empty word, which a Makefile passes for an unset variable."""
     if not text:
         return None
     if not text.isdigit() or int(text) < 1:

@@ -147,8 +147,7 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _require_address(endpoint: Optional[str]) -> None:
-    """Raise UserError if ``endpoint`` is not a web address. Each library fails differently on it, most with a
-    traceback."""
+    """Raise UserError if ``endpoint`` is no web address; libraries fail differently on it, most with a traceback."""
     with contextlib.suppress(ValueError):  # from urlsplit
         parts = urlsplit(endpoint or "")
         if endpoint is None or (parts.scheme in ("http", "https") and parts.hostname and parts.port != 0):
@@ -186,11 +185,9 @@ def main(argv: list[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open the null device for each standard stream that is closed, as after ``<&-`` and under some schedulers.
-
-    Opened in this order, each stream gets its usual file number. Otherwise the next file that is opened would get that
-    number, and libraries and child processes would print into it.
-    """
+    """Open the null device for each standard stream that is closed, as after ``<&-`` and under some schedulers. In this
+    order each gets its usual file number; otherwise the next file that is opened would get it, and libraries and child
+    processes would print into that file."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, errors="backslashreplace")

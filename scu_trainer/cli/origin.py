@@ -21,7 +21,8 @@ def adapter_hash(source: Path) -> str:
 
 
 def is_merged_from(folder: Path, adapter: Path) -> bool:
-    """Whether ``folder`` was merged from the present weights of ``adapter``."""
+    """Whether ``folder`` was merged from the present weights of ``adapter``. If so, it is within the tolerance, because
+    nothing else is written."""
     return read_made_file(folder).get("adapter_sha256") == adapter_hash(adapter)
 
 
@@ -39,7 +40,7 @@ def source_run_of(weights: Path) -> Optional[dict[str, Any]]:
 
 
 def _split_hash(run: Path) -> Optional[str]:
-    """Return the hash of the data of ``run`` and of their split, which a resume does not change; None if it is gone."""
+    """Return the hash of the data of ``run`` and their split, which a resume does not change; None if it is gone."""
     try:
         description = description_of(run)
     except UserError:  # gone, or of another program

@@ -54,8 +54,7 @@ def _true_or_false(text: str) -> bool:
 
 
 def with_explicit_switches(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
-    """Return ``words`` with ``=true`` after each switch without a value, so that it does not take the next word as
-    one."""
+    """Return ``words`` with ``=true`` after each switch without a value, so that it does not take the next word."""
     actions = parser._option_string_actions
     valueless = {flag for flag, action in actions.items() if action.nargs == "?" and action.const is True}
     return [

@@ -28,8 +28,7 @@ from scu_trainer.settings.mixture import dataset_names, is_same_dataset
 from scu_trainer.settings.tasks import KINDS, TEXT
 
 BASE, MERGED = "base", "merged"
-"""Words for models derived from a subject: the model that it was tuned from, and that model with the adapter merged
-in."""
+"""Words for models derived from a subject: the model it was tuned from, and that model with the adapter merged in."""
 
 WHICH_DOCUMENTS = (
     "dataset_config_name",
@@ -60,7 +59,7 @@ class Subject:
     """A trained model or a base model. ``name``: as typed. ``model.model_name_or_path``: its path or Hub id.
 
     ``run``: content of the training_config.json of its run; None without a run. ``word``: BASE or MERGED if it was
-    named by that word. ``merge_dtype``: the type in which the adapter is merged into its base before use.
+    named by such a word. ``merge_dtype``: the type in which the adapter is merged into its base before use.
     """
 
     name: str
@@ -142,10 +141,8 @@ def _task_in(config_file: Path) -> str:
 
 def subject_of(name: str) -> Subject:
     """Return the subject of a run, checkpoint, adapter, model or Hub id, without consent to run its code or read its
-    pickle files (``Subject.with_consent``), because anybody may have written the run.
-
-    Raises ModelError if nothing can be loaded or the run is not finished, StorageError for torn run files.
-    """
+    pickle files (``Subject.with_consent``), because anybody may have written the run. Raises ModelError if nothing can
+    be loaded or the run is not finished, StorageError for torn run files."""
     path = Path(name).expanduser().resolve()
     run_folder = path if (path / STATUS_FILE).is_file() else run_directory_of(path)
     if run_folder is None:
@@ -189,8 +186,7 @@ def _require_finished(run: Path) -> None:
 
 
 def description_of(run: Path) -> dict[str, Any]:
-    """Return the training_config.json of ``run``. Raises ModelError if another program wrote it, StorageError if it is
-    torn."""
+    """Return the training_config.json of ``run``. Raises ModelError if it is not ours, StorageError if it is torn."""
     content = read_json(run / CONFIG_FILE)
     if not isinstance(content, dict) or not {"configuration", "seed", "data"} <= {*content}:
         raise ModelError(f"{run / CONFIG_FILE} was not written by scu-trainer train; move it away and give --dataset")
@@ -253,8 +249,7 @@ def split_seed(run: dict[str, Any]) -> int:
 
 
 def may_have_learned(subject: Subject, settings: DataSettings, seed: int, own: dict[str, Any]) -> bool:
-    """Whether ``subject`` may have been trained on documents that ``settings`` and ``own`` (see ``own_split``) hold
-    out."""
+    """Whether ``subject`` may have learned documents that ``settings`` and ``own`` (see ``own_split``) hold out."""
     if subject.run is None or not _share_a_dataset(settings.eval_dataset or settings.dataset, subject.data.dataset):
         return False
     is_mixed = settings.is_mixture or subject.data.is_mixture
@@ -286,7 +281,6 @@ def _split_rules(settings: DataSettings, own: dict[str, Any]) -> list[Any]:
 
 
 def positions_of(subject: Subject) -> Optional[int]:
-    """Return the number of positions of the model, or None without a limit, as ``models/fit.py`` does, but without
-    reading weights."""
+    """Return the model's positions as ``models/fit.py`` does, but without reading weights; None without a limit."""
     positions = getattr(config_of(subject.model).get_text_config(), "max_position_embeddings", None)
     return None if positions is None else positions - prompt_positions_of(subject.model.model_name_or_path)

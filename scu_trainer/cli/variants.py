@@ -151,8 +151,7 @@ def _parts_table(outcomes: Sequence[VariantResult]):
 
 
 def rows_of(outcomes: Sequence[VariantResult]) -> list[tuple[str, ...]]:
-    """Return a row for each variant that ran: name, peak in MiB and as a ratio, step time as a ratio, held-out loss,
-    loops."""
+    """Return a row per variant that ran: name, peak in MiB and as ratio, step time as ratio, held-out loss, loops."""
     baseline = next((outcome for outcome in outcomes if outcome.name == BASELINE and outcome.status == "ran"), None)
     return [_row(outcome, baseline) for outcome in outcomes if outcome.status == "ran"]
 

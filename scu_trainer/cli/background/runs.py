@@ -162,8 +162,7 @@ def parse_runs_words(words: Sequence[str]) -> argparse.Namespace:
 
 
 def start_runs(options: argparse.Namespace, flags: Sequence[str], hands: RunBackend) -> list[tuple[str, RunRecord]]:
-    """Start a run, or one for each seed, and return their names and records. ``flags``: flags of training; they are not
-    read as options of this command."""
+    """Start a run, or one per seed; return names and records. ``flags``: of training, never read as our own options."""
     flags, _ = translated(list(flags), known_names())
     _check_flags(flags)
     check_known(flags, _parser().parser_of_action("start")._option_string_actions)
@@ -177,19 +176,19 @@ def start_runs(options: argparse.Namespace, flags: Sequence[str], hands: RunBack
         options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
     seeds = seeds_of(entries, flags)
-    wishes = [
+    requests = [
         StartRequest(f"{name}{SEED_INFIX}{seed}", *configuration_with_seed(entries, text, flags, seed), settings)
         for seed in seeds
     ]
-    wishes = wishes or [StartRequest(name, text, tuple(flags), settings)]
-    for wish in wishes:
-        check(wish, options.root)
-    return [(wish.name, start(wish, options.root, hands)) for wish in wishes]
+    requests = requests or [StartRequest(name, text, tuple(flags), settings)]
+    for request in requests:
+        check(request, options.root)
+    return [(request.name, start(request, options.root, hands)) for request in requests]
 
 
 def _default_config(flags: Sequence[str]) -> Optional[str]:
-    """Return the configuration that was written for this machine. Returns None if there is none but the flags may be
-    the whole configuration, as for train; raises SettingsError if there are no flags either."""
+    """Return the configuration that was written for this machine; None if there is none and ``flags`` are the whole
+    configuration. Raises SettingsError if there are no flags either."""
     if not Path(OPTIMAL).is_file():
         if flags:
             return None

@@ -25,7 +25,7 @@ def seeds_of(entries: Mapping[str, Any], flags: Sequence[str]) -> list[int]:
     values = given if isinstance(given, list) else [] if given is None else [given]
     if len(values) > 1:
         refuse_push(typed.get("push_to_hub", entries.get("push_to_hub")), "seed")
-    return [int(word) for word in values]
+    return [int(value) for value in values]
 
 
 def configuration_with_seed(

@@ -106,8 +106,7 @@ def reference_of(requested: str, arms: Sequence[Arm]) -> str:
 
 
 def plan_of(options: argparse.Namespace, flags: Sequence[str], arms: Sequence[Arm], command: str) -> ComparisonPlan:
-    """Resolve and check every arm, as its training would do it, and return the plan. Raises UserError before anything
-    runs."""
+    """Resolve and check every arm as its training would, and return the plan. Raises UserError before anything runs."""
     folder, resolved, texts = Path(options.output_dir), {}, {}
     for arm in arms:
         overrides = ["--seed", str(options.seeds[0]), "--output_dir", str(folder / "runs" / arm.name)]

@@ -83,14 +83,14 @@ class ComparisonSession:
 
     def _report_start(self, states: Mapping[Key, ArmState]) -> None:
         self.screen.say(screens.start_line(self.plan, self.devices))
-        keys_of = {name: [key for key in states if states[key].status == name] for name in ("finished", "failed")}
+        by_status = {name: [key for key in states if states[key].status == name] for name in ("finished", "failed")}
         started = [key for key, state in states.items() if state.status == "missing" and state.error != NOT_STARTED]
-        self.done_before = len(keys_of["finished"]) + len(keys_of["failed"])
-        if keys_of["finished"] or started:
-            kept = f"finished runs kept: {len(keys_of['finished'])}"
+        self.done_before = len(by_status["finished"]) + len(by_status["failed"])
+        if by_status["finished"] or started:
+            kept = f"finished runs kept: {len(by_status['finished'])}"
             self.screen.say(f"{kept}; runs that resume from their checkpoints: {len(started)}")
-        if keys_of["failed"]:
-            self.screen.say(f"runs that failed before: {len(keys_of['failed'])}; --retry_failed tries them again")
+        if by_status["failed"]:
+            self.screen.say(f"runs that failed before: {len(by_status['failed'])}; --retry_failed tries them again")
 
     def look(self, states: Mapping[Key, ArmState]) -> None:
         ended = sum(state.status in ("finished", "failed") for state in states.values())
@@ -135,6 +135,7 @@ def known_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def exit_code(record: Mapping[str, Any], ignored: Optional[str] = None) -> int:
-    """Return 0 if all runs succeeded, otherwise ``FAILED``. ``ignored``: an error that does not count."""
+    """Return ``FAILED`` if a run failed or could not be compared, otherwise 0. ``ignored``: an error that is
+    allowed."""
     errors = [run["error"] for run in record["runs"] if run["status"] in ("failed", "finished")]
     return 0 if all(error in (None, ignored) for error in errors) else FAILED

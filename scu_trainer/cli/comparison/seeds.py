@@ -1,7 +1,5 @@
-"""``seeds: [0, 1, 2]``: trains the same job once per seed, one after the other, and reports mean and spread.
-
-It is a comparison with one arm, so it writes the same files and resumes in the same way after a kill.
-"""
+"""``seeds: [0, 1, 2]``: trains the same job once per seed, one after the other, and reports mean and spread. It is a
+comparison with one arm, so it writes the same files and resumes in the same way after a kill."""
 
 from __future__ import annotations
 
@@ -70,8 +68,7 @@ def _table(runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def seed_spread_lines(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return lines on the mean, standard deviation and interval over the finished seeds, and on how reliable they
-    are."""
+    """Return lines on mean, standard deviation and interval over the finished seeds, and on how reliable they are."""
     finished = [run["metrics"] for run in runs if run["status"] == "finished"]
     values = [metrics["held_out_bpt"] for metrics in finished if metrics.get("held_out_bpt") is not None]
     if len(values) < 2:

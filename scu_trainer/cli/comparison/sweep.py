@@ -1,4 +1,4 @@
-"""``scu-trainer sweep``: a small, resumable search with Optuna, in which each trial is an ordinary run."""
+"""``scu-trainer sweep``: a small, resumable search with Optuna. Each trial is an ordinary run; a verdict ends it."""
 
 from __future__ import annotations
 
@@ -190,8 +190,7 @@ class Sweep(StopCounter):
         self.say(f"the job as it is: held-out bits {self._held_out_bits('base'):.4f}")
 
     def _run_watched(self, name: str, values: Mapping[str, Any], is_hopeless: Any) -> int:
-        """Run a training and return its exit code. It is ended early once ``is_hopeless`` returns true. Raises Stopped
-        on request."""
+        """Run a training and return its exit code; end it early once ``is_hopeless()``. Raises Stopped on request."""
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
         overrides = [f"--{key}={value}" for key, value in values.items()]
@@ -232,7 +231,7 @@ class Sweep(StopCounter):
 
     def _study(self) -> optuna.Study:
         optuna = _quiet_optuna()
-        for stale in self.plan.folder.glob(f"{JOURNAL}.lock*"):  # left by a killed start
+        for stale in self.plan.folder.glob(f"{JOURNAL}.lock*"):  # left by a killed start; we hold the folder's lock
             stale.unlink()
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
@@ -325,8 +324,7 @@ class Sweep(StopCounter):
         }
 
     def _verdict(self, number: int, count: int) -> list[str]:
-        """Return lines that compare the best trial with the job as it is, paired over the held-out documents, by the
-        figure that ``eval`` judges by."""
+        """Compare the best trial with the job as it is by the figure of ``eval``, paired over held-out documents."""
         runs = [str(self.folder_of(name)) for name in ("base", f"trial-{number}")]
         words = [sys.executable, "-m", "scu_trainer.cli.main", "eval", runs[1], "--against", runs[0], "--json"]
         evaluation = subprocess.run(words, capture_output=True, text=True, check=False, env=environment(1, False))
@@ -337,11 +335,11 @@ class Sweep(StopCounter):
             ]
         report = json.loads(evaluation.stdout)
         difference, is_accuracy = report["against"][0]["difference"], "accuracy" in report["model"]
-        scale, short_value, unit = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
-        best = f"best: trial {number}, {scale * difference['value']:{short_value}} {unit} against the job as it is"
+        scale, number_format, unit = (100, "+.2f", "points of accuracy") if is_accuracy else (1, "+.4f", "bits")
+        best = f"best: trial {number}, {scale * difference['value']:{number_format}} {unit} against the job as it is"
         if difference["low"] is None:
             return [f"{best}: one {report['item']} cannot tell"]
-        low, high = (f"{scale * difference[name]:{short_value}}" for name in ("low", "high"))
+        low, high = (f"{scale * difference[name]:{number_format}}" for name in ("low", "high"))
         is_better = difference["low"] > 0 if is_accuracy else difference["high"] < 0
         is_same = difference["low"] <= 0 <= difference["high"]
         verdict = "no difference found" if is_same else ("better" if is_better else "worse")
@@ -354,8 +352,7 @@ class Sweep(StopCounter):
         return lines
 
     def _confirm(self, values: Mapping[str, Any]) -> None:
-        """Compare the job and the best trial with other seeds, which hold out other documents unless settings fix
-        them."""
+        """Compare job and best trial with other seeds, which hold out other documents unless settings fix them."""
         fixed = [name for name in SHARED_DATA if self.plan.settings.get(name) is not None]
         if fixed:
             screens.print_wrapped(

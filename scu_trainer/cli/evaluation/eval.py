@@ -163,8 +163,7 @@ def _evaluate(
 def evaluation_request(
     subjects: list[Subject], typed_data: dict[str, Any], options: EvalOptions, harness_options: HarnessOptions
 ) -> EvaluationRequest:
-    """Return the request that is the same for all ``subjects``. Raises UserError for everything that can be checked
-    before a model is loaded."""
+    """Return what to score all ``subjects`` on. Raises UserError for all that can be checked before loading a model."""
     owner = next((subject for subject in subjects if subject.run), subjects[0])
     task = task_of(options.task or owner.task)
     _require_task(task, subjects, typed_data, options, harness_options)
@@ -246,11 +245,9 @@ def _harness_for(
 def _windows_for(
     options: EvalOptions, settings: DataSettings, subjects: list[Subject], is_block_size_given: bool
 ) -> Optional[Windows]:
-    """Return the windows to score. If neither option was typed, return None: the rows that training evaluates are
-    scored. ``is_block_size_given``: whether a run or a flag sets block_size.
-
-    Raises SettingsError for impossible windows and for windows that exceed the positions of a model.
-    """
+    """Return the windows to score; None if neither option was typed: the rows that training evaluates are scored.
+    ``is_block_size_given``: whether a run or a flag sets block_size. Raises SettingsError for impossible windows and
+    for windows that exceed the positions of a model."""
     if options.max_length is None and options.stride is None:
         return None
     from scu_trainer.train.evaluation.sliding import Windows

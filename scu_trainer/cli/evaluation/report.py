@@ -34,8 +34,7 @@ BY_ROUNDING = " by rounding"
 
 
 def verdict(difference: BootstrapInterval, count: int, item: str = "document") -> str:
-    """Return the verdict on the model from the interval of "model minus other" over ``count`` documents or
-    questions."""
+    """Return the verdict on the model. ``difference``: model minus other, over ``count`` documents or questions."""
     if count < 2:
         return f"one {item} cannot tell"
     if max(abs(difference.low), abs(difference.high)) < ROUNDING:
@@ -174,8 +173,7 @@ def tasks_report(
 def _task_row(
     subject: Subject, figure: TaskMetric, model: Optional[TaskMetric], options: EvalOptions
 ) -> dict[str, Any]:
-    """Return a row for one figure. ``model``: the same figure of RUN_OR_MODEL, to compare with; None for its own
-    row."""
+    """Return a row for a figure. ``model``: the figure of RUN_OR_MODEL to compare with; None for its own row."""
     from scu_trainer.train.evaluation.harness import paired_difference
 
     interval = figure.interval(options.confidence)

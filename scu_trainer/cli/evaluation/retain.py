@@ -97,7 +97,7 @@ class Shares:
 
 def _retain(tuned: Subject, base: Subject, options: Any, folder: Path) -> dict[str, Any]:
     evaluation = EvalOptions(seed=options.seed)
-    solution = _choose_share(tuned, base, options, folder, evaluation)  # frees its model for the next one
+    solution = _choose_share(tuned, base, options, folder, evaluation)  # its model is freed before the next is loaded
     report = {**solution, "own_text": _own_text(tuned, base, solution["share"], evaluation), "folder": str(folder)}
     write_json(folder / RETAIN_FILE, report)
     return report
@@ -130,7 +130,7 @@ def _choose_share(tuned: Subject, base: Subject, options: Any, folder: Path, eva
 
 def _own_text(tuned: Subject, base: Subject, share: float, evaluation: EvalOptions) -> Optional[dict[str, Any]]:
     """Return what the run gained on its own held-out documents, with the whole update and with the share that is kept.
-    None if it held out no documents."""
+    None without a run or held-out documents."""
     from scu_trainer.train.evaluation.scoring import bootstrap_difference
 
     if tuned.run is None or not (tuned.data.eval_dataset or tuned.data.validation_split_percentage):

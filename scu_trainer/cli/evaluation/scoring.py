@@ -58,8 +58,7 @@ class EvaluationRequest:
     held_out: Optional[list[str]] = None
 
     def ask(self, subject: Subject) -> EvaluationResult:
-        """Load a model, score it and return the result. Only one model is held at a time, or two to merge an
-        adapter."""
+        """Load and score a model. Only one model is held at a time, or two to merge an adapter."""
         result = EvaluationResult()
         model, tokenizer, parts = self.loaded(subject)
         if subject.merge_dtype is not None:
@@ -130,8 +129,8 @@ class EvaluationRequest:
         self.held_out = keys
 
     def _checked_ids(self, tokenizer: Any, parts: Optional[TrainingComponents]) -> Any:
-        """Return token ids, shape (rows, time), of the longest held-out rows; without rows, every tenth token of the
-        vocabulary."""
+        """Return token ids, shape (rows, time): of the longest held-out rows, or every tenth token if there are no
+        rows."""
         import torch
 
         if parts is None:

@@ -1,4 +1,4 @@
-"""The report of ``scu-trainer eval`` as text of at most 80 columns. Long names are on lines of their own."""
+"""The report of ``scu-trainer eval`` as text of 80 columns, except for long names, which are on lines of their own."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Shows data before anything is trained on them, and runs in a browser."""
+"""Shows the data of a job before training, and the runs of this machine in a browser."""

@@ -67,9 +67,9 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[RunBack
     listening = listening_socket(options.host, options.port)
     port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), hands or RunBackend()
     remember(token)
-    acts = RunActions(options.configs, _start_function(options.runs_dir, hands), hands)
+    actions = RunActions(options.configs, _start_function(options.runs_dir, hands), hands)
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
-    board = Board(options.runs_dir, acts, functools.partial(stream_answer, **consent))
+    board = Board(options.runs_dir, actions, functools.partial(stream_answer, **consent))
     app = Guard(board.application(), token, allowed_hosts(options.host, port), f"scu_board_{port}")
     print(f"runs of {options.runs_dir}: http://{url_host(options.host)}:{port}/?token={token}")
     if not options.runs_dir.exists():

@@ -68,17 +68,22 @@ def main(argv: list[str]) -> int:
             "samples"
         )
     console = plain_console()
-    looks = [
+    reports = [
         _print_source(console, options, model, part, limit)
         for part in ([data.settings_of_source(source) for source in data.sources] or [data])
     ]
     with run_log():  # last, because the values that only training knows need torch
         values = configuration.read_values(options.config, flags)
     if page:
-        _write_page(page, looks, console)
+        _write_page(page, reports, console)
     if options.export:
         _export(
-            options.export, model, data, effective_data_seed(argparse.Namespace(**values)), looks[0].tokenizer, console
+            options.export,
+            model,
+            data,
+            effective_data_seed(argparse.Namespace(**values)),
+            reports[0].tokenizer,
+            console,
         )
     return 0
 
@@ -153,13 +158,13 @@ def _load_tokenizer(model: ModelSettings, cache_dir: Path) -> Any:
     return load_tokenizer(model)
 
 
-def _write_page(path: Path, looks: Sequence[DataReport], console: Console) -> None:
+def _write_page(path: Path, reports: Sequence[DataReport], console: Console) -> None:
     from scu_trainer.cli.looking.page import data_page
 
     written = f"scu-trainer {__version__}, {datetime.now():%Y-%m-%d %H:%M}"
-    for number, look in enumerate(looks):
+    for number, report in enumerate(reports):
         file = path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
-        file.write_text(data_page(look, written), encoding="utf-8")
+        file.write_text(data_page(report, written), encoding="utf-8")
         console.print(f"page: {file}", soft_wrap=True)
 
 

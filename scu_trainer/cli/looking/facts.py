@@ -1,7 +1,4 @@
-"""Facts about a source of data: the parts that are learned, lengths, repetitions, and strange documents.
-
-Nothing is printed here.
-"""
+"""Facts about a source of data: what is learned, lengths, repetitions and strange documents. Prints nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ OUTLIER_DEVIATIONS = 6.0
 """Distance from the median, in robust standard deviations, from which a document counts as strange."""
 
 LEAST_SPREAD = 0.05
-"""Smallest spread that is assumed, as a share of the median, so that among almost equal documents a tiny difference
-does not count as strange."""
+"""Least spread, as a share of the median: among almost equal documents, a tiny difference is not strange."""
 
 MEASURES = ("tokens", "characters per token", "share of letters", "share of learned tokens", "repetition")
 MOST_SHOWN = 5
@@ -62,7 +58,7 @@ class Facts:
     @property
     def duplicates(self) -> int:
         """Number of documents that repeat an earlier one."""
-        return sum(len(places) - 1 for places in self.repeated)
+        return sum(len(numbers) - 1 for numbers in self.repeated)
 
     def longer_than(self, tokens: int) -> int:
         return int((self.lengths > tokens).sum())
@@ -77,8 +73,7 @@ def facts_of(documents: Sequence[Document], texts: Sequence[str]) -> Facts:
 
 
 def histogram(lengths: numpy.ndarray) -> list[tuple[int, int, int]]:
-    """Return (tokens from, tokens below, documents) of each bin, from the shortest to the longest document. The widths
-    of the bins double."""
+    """Return (tokens from, tokens below, documents) of bins of doubling width, from shortest to longest document."""
     edges = [0, 8]
     while edges[-1] <= lengths.max():
         edges.append(2 * edges[-1])
@@ -93,19 +88,19 @@ def bar(count: int, largest: int, width: int) -> str:
 
 
 def _repeated_documents(documents: Sequence[Document]) -> list[list[int]]:
-    places: dict[int, list[int]] = {}
+    numbers: dict[int, list[int]] = {}
     for number, document in enumerate(documents):
-        places.setdefault(document.digest, []).append(number)
-    return sorted((group for group in places.values() if len(group) > 1), key=len, reverse=True)
+        numbers.setdefault(document.digest, []).append(number)
+    return sorted((group for group in numbers.values() if len(group) > 1), key=len, reverse=True)
 
 
 def _strange_documents(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Sequence[str]) -> list[Outlier]:
     """Return the strangest documents, each by the measure in which it is farthest from the others."""
     values = numpy.array(
-        [_measures(*columns) for columns in zip(lengths.tolist(), learned.tolist(), texts, strict=True)], dtype=float
+        [_measures(*figures) for figures in zip(lengths.tolist(), learned.tolist(), texts, strict=True)], dtype=float
     )
     medians = numpy.median(values, axis=0)
-    spread = 1.4826 * numpy.median(numpy.abs(values - medians), axis=0)  # as a standard deviation
+    spread = 1.4826 * numpy.median(numpy.abs(values - medians), axis=0)  # of normal values, the standard deviation
     deviations = numpy.abs(values - medians) / numpy.maximum(spread, numpy.maximum(LEAST_SPREAD * medians, 1e-9))
     deviations[:, 0] = numpy.abs(numpy.log(values[:, 0] / max(medians[0], 1))) * 3  # lengths differ by factors
     worst = deviations.argmax(axis=1)
@@ -124,8 +119,7 @@ def _strange_documents(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Se
 
 
 def _measures(tokens: int, learned: int, text: str) -> tuple[float, ...]:
-    """Return the values of a document in the order of ``MEASURES``. Repetition is the factor by which zlib shrinks the
-    text."""
+    """Return the values in the order of ``MEASURES``. Repetition is the factor by which zlib shrinks the text."""
     raw = text.encode("utf-8", "replace")
     letters = sum(map(str.isalpha, text)) / max(1, len(text))
     return tokens, len(text) / max(1, tokens), letters, learned / max(1, tokens), len(raw) / len(zlib.compress(raw))
@@ -151,8 +145,7 @@ class DataReport:
 
 
 def text_spans(tokenizer: Any, document: Document) -> list[TextSpan]:
-    """Return the text of a document in parts that are learned or not. Special tokens are written out, and line breaks
-    are kept."""
+    """Split a document into learned and other text. Special tokens are written out, and line breaks are kept."""
     labelled = list(zip(document.input_ids.tolist(), (document.labels != NOT_LEARNED).tolist(), strict=True))
     parts = [
         TextSpan(tokenizer.decode([token for token, _ in part], clean_up_tokenization_spaces=False), is_learned)

@@ -15,18 +15,18 @@ BAR_WIDTH = 10
 """Characters of the longest bar, which must fit a phone that is 390 pixels wide."""
 
 
-def data_page(look: DataReport, written: str) -> str:
+def data_page(report: DataReport, written: str) -> str:
     """Return the page. ``written``: program, version and time, for the footer."""
-    facts = look.facts
+    facts = report.facts
     sections = [
-        Section("What is read", [Text(line) for line in look.lines]),
-        Section("Some rows, as they are learned", _rows(look.shown)),
-        Section("Lengths in tokens", _lengths(facts, look.block_size)),
+        Section("What is read", [Text(line) for line in report.lines]),
+        Section("Some rows, as they are learned", _rows(report.shown)),
+        Section("Lengths in tokens", _lengths(facts, report.block_size)),
         Section("The longest", [_document_table(facts, facts.longest, lambda n: f"{facts.lengths[n]:,} tokens")]),
         Section("The strangest", _strangest(facts)),
         Section("There more than once", _repetitions(facts)),
     ]
-    return html(Page(look.name, look.sample, [], sections, written))
+    return html(Page(report.name, report.sample, [], sections, written))
 
 
 def _rows(shown: Sequence[tuple[Document, Sequence[TextSpan]]]) -> list[MarkedText | Text]:
@@ -69,6 +69,6 @@ def _strangest(facts: Facts) -> list[Text | Table]:
 def _repetitions(facts: Facts) -> list[Text | Table]:
     if not facts.repeated:
         return [Text("No document appears twice.")]
-    counts = {places[0]: f"{len(places)} times" for places in facts.repeated[:10]}
+    counts = {group[0]: f"{len(group)} times" for group in facts.repeated[:10]}
     summary = f"Documents that repeat an earlier one, token by token: {facts.duplicates:,}."
     return [Text(summary), _document_table(facts, list(counts), counts.get)]

@@ -60,9 +60,9 @@ def _print_repeated(console: Console, facts: Facts) -> None:
         console.print("\nno document appears twice")
         return
     console.print(f"\ndocuments that repeat an earlier one, token by token: {facts.duplicates:,}")
-    for places in facts.repeated[:MOST_SHOWN]:
-        names = first_few(facts.documents[number].name for number in places)
-        console.print(f"  {len(places)} x {excerpt(facts.texts[places[0]], 50)!r}: {names}", soft_wrap=True)
+    for group in facts.repeated[:MOST_SHOWN]:
+        names = first_few(facts.documents[number].name for number in group)
+        console.print(f"  {len(group)} x {excerpt(facts.texts[group[0]], 50)!r}: {names}", soft_wrap=True)
 
 
 def _print_strange(console: Console, facts: Facts) -> None:
@@ -72,9 +72,9 @@ def _print_strange(console: Console, facts: Facts) -> None:
     table = _excerpt_table(
         f"the strangest (by {OUTLIER_DEVIATIONS:g} robust standard deviations or more)", "row", "what is strange", ""
     )
-    for strange in facts.strange:
+    for outlier in facts.strange:
         table.add_row(
-            facts.documents[strange.number].name, strange.measure, strange.values, excerpt(facts.texts[strange.number])
+            facts.documents[outlier.number].name, outlier.measure, outlier.values, excerpt(facts.texts[outlier.number])
         )
     console.print("", table, sep="\n")
 

@@ -1,5 +1,4 @@
-"""``scu-trainer hardware check`` and ``train --check_requirements``: checks whether a recipe can run on this
-machine."""
+"""``scu-trainer hardware check`` and ``train --check_requirements``: checks whether a recipe can run here."""
 
 from __future__ import annotations
 
@@ -20,11 +19,8 @@ from scu_trainer.train.run_directory.logs import run_log
 
 
 def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
-    """Print one line for each requirement of the recipe. Returns 2 if one is not met, otherwise 0.
-
-    Raises SettingsError for a recipe that cannot be read, or, if all requirements are met, for one that contradicts
-    itself.
-    """
+    """Print a line for each requirement of the recipe. Returns 2 if one is not met, otherwise 0. Raises SettingsError
+    for a recipe that cannot be read, or, if all requirements are met, for one that contradicts itself."""
     from scu_trainer.data import default_cache_dir
 
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):

@@ -1,9 +1,6 @@
-"""``scu-trainer hardware``: describes, checks and watches this machine.
-
-``profile`` describes it, ``check`` checks requirements, ``monitor`` shows its memory live, ``optimize`` removes our own
-leftovers. ``recommend`` and ``plan`` are other names of ``scu-trainer plan``; ``config`` also writes the settings to a
-file.
-"""
+"""``scu-trainer hardware``: ``profile`` describes this machine, ``check`` checks requirements, ``monitor`` shows memory
+live, ``optimize`` removes our own leftovers. ``recommend`` and ``plan`` are other names of ``scu-trainer plan``;
+``config`` also writes the settings to a file."""
 
 from __future__ import annotations
 

@@ -37,8 +37,7 @@ CACHE_KINDS = (
 
 
 def optimize(options: argparse.Namespace) -> int:
-    """List leftovers, ask, remove them, and print how much that freed, by our own count and by that of the file
-    system."""
+    """List leftovers, ask, remove them, and print how much that freed by our count and by that of the file system."""
     if options.runs != "runs" and not Path(options.runs).expanduser().is_dir():
         raise SettingsError(f"--runs {options.runs} is not a folder; give the one that holds the runs")
     leftovers = list(find_leftovers(options))
@@ -110,11 +109,11 @@ def find_leftovers(options: argparse.Namespace) -> Iterator[Leftover]:
     from scu_trainer.data.store import default_cache_dir
     from scu_trainer.models.loading.offload_folder import MARKER, OURS
 
-    in_use, runs = users(), Path(options.runs).expanduser()
+    file_users, runs = users(), Path(options.runs).expanduser()
     if not options.keep_caches:
-        yield from cached(default_cache_dir(options.cache_dir), CACHE_KINDS, in_use)
-    yield from scratch(Path(tempfile.gettempdir()), SCRATCH, in_use)
-    yield from build_locks(_extension_folders(), in_use)
+        yield from cached(default_cache_dir(options.cache_dir), CACHE_KINDS, file_users)
+    yield from scratch(Path(tempfile.gettempdir()), SCRATCH, file_users)
+    yield from build_locks(_extension_folders(), file_users)
     yield from offloaded(_offload_folders(runs), OURS, MARKER)
     for run in _runs(runs):
         yield from _unfinished_checkpoints(run)

@@ -101,7 +101,7 @@ def targets(value: Any, source: Source) -> Meaning:
 
 
 def mixed(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of one dataset, or of a mixture in which each source has a name that no other has."""
+    """Return the settings of one dataset, or of a mixture whose sources have distinct names."""
     if len(entries) == 1:
         return {key: value for key, value in entries[0].items() if key != "name"}
     names = [entry.get("name") or short_name(entry["dataset"]) for entry in entries]
@@ -153,8 +153,7 @@ def held_out(value: Any, source: Source) -> Meaning:
 
 
 def checkpointing(value: Any, source: Source) -> Meaning:
-    """Read a switch for activation checkpointing. "unsloth" and "offload" are other implementations, with the same
-    results."""
+    """Read the switch for activation checkpointing. "unsloth" and "offload" are other ways, with the same results."""
     note = "" if str(value).lower() in ("true", "false", "none") else f"{value} is a separate implementation there"
     return Meaning({"checkpoint_every_layer": is_on(value)}, note)
 
@@ -253,4 +252,4 @@ NAMES: Table = {
     "zero_stage": Alias("deepspeed", ZERO),
     "4bit_quantization": Switch({"tuning": "qlora"}),
 }
-"""Reader of each name that means the same everywhere, without dashes in front, and with underscores for hyphens."""
+"""Meaning of each name that means the same everywhere, without dashes in front, and with underscores for hyphens."""

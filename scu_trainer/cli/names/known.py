@@ -40,8 +40,7 @@ SETTINGS = {
 
 
 def known_names() -> frozenset[str]:
-    """Return the names of our fields and of those of ``transformers.TrainingArguments``, and ``no_NAME`` for each,
-    which switches it off."""
+    """Return our fields, those of ``TrainingArguments``, and for each ``no_NAME``, which switches it off."""
     names = {*own_names(), *stock_fields()}
     return frozenset(names | {f"no_{name}" for name in names})
 

@@ -104,7 +104,7 @@ def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
 
 
 def _option_of(name: str) -> Any:
-    """Return the reader of an option that the reader of the switch ``name`` takes into account."""
+    """Return the reader of an option that belongs to the switch ``name``."""
     return lambda value, source: Meaning(said=f"read together with {name}" if source.has(name) else f"{name} is off")
 
 
@@ -150,11 +150,11 @@ def _entry(name: str, source: Source) -> dict[str, Any]:
 
 
 def _info_path(source: Source) -> Path:
-    """Return the path of dataset_info.json, in the current folder, where LLaMA-Factory looks, or next to the file."""
+    """Find dataset_info.json: below the current folder, as LLaMA-Factory does, below that of the file, or one above."""
     folder = Path(str(source.get("dataset_dir", "data")))
-    beside = [] if source.folder is None else [source.folder / folder, source.folder.parent / folder]
+    file_folders = [] if source.folder is None else [source.folder / folder, source.folder.parent / folder]
     info_path = next(
-        (path for path in (folder / INFO, *(folder_path / INFO for folder_path in beside)) if path.is_file()), None
+        (path for path in (folder / INFO, *(parent / INFO for parent in file_folders)) if path.is_file()), None
     )
     if info_path is None:
         raise SettingsError(
@@ -292,7 +292,7 @@ TABLE: Table = {
     "cutoff_len": Alias("block_size"),
     "train_on_prompt": with_prompts,
     "mask_history": "all answers of a conversation are learned",
-    "buffer_size": NoAction("a stream is shuffled with the default buffer of datasets"),
+    "buffer_size": NoAction("a stream is read in the order of its source, without a shuffle buffer"),
     "mix_strategy": _mix,
     "interleave_probs": NoAction("read together with dataset"),
     "preprocessing_batch_size": NoAction("it changes no result"),

@@ -25,8 +25,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Source:
-    """All entries of the file or command line that a key belongs to. ``folder``: the folder of the file; None for
-    flags."""
+    """All entries of the file or command line that a key is from. ``folder``: that of the file; None for flags."""
 
     entries: Mapping[str, Any]
     folder: Optional[Path] = None
@@ -59,8 +58,8 @@ class Alias:
 
 @dataclass(frozen=True)
 class Switch:
-    """A switch, which may have true or false as its value. ``means``: our settings when it is on. ``otherwise``: our
-    settings when it is off."""
+    """A switch, possibly with true or false as its value. ``means``: our settings if it is on; ``otherwise``: if
+    off."""
 
     means: Mapping[str, Any]
     otherwise: Mapping[str, Any] = field(default_factory=dict)
@@ -93,8 +92,7 @@ Table = Mapping[str, Union[Reader, str]]
 
 
 def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
-    """Return what a key of ``table`` means. Raises SettingsError if the value means another kind of training, or
-    nothing."""
+    """Return what a key of ``table`` means. Raises SettingsError if the value means other training, or nothing."""
     reader = table[key]
     if isinstance(reader, str):
         reader = if_on(lambda *_: Meaning(said=table[key], is_lost=True))

@@ -90,8 +90,7 @@ class Imported:
 
 
 def tool_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str]:
-    """Return the program that a file is for, if it is not ours; None if no key shows it. Raises SettingsError for keys
-    of several programs."""
+    """Return the program that a file is for, if not ours; None if no key tells. Raises SettingsError if several fit."""
     return _tool_with_most_signs(signs_of(entries, known))
 
 
@@ -105,8 +104,7 @@ def owner_of(entries: Mapping[str, Any], known: Collection[str]) -> Optional[str
 
 
 def signs_of(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, list[str]]:
-    """Return the keys that only one other program has, by program. A section counts only if it holds a mapping, so
-    ``lora: true`` does not."""
+    """Return the keys that only one program has, by program; a section only if it is a mapping (not ``lora: true``)."""
     signs_by_tool: dict[str, list[str]] = {}
     for name, tool in TOOLS.items():
         signs = sorted(tool.signs & entries.keys() - {*known})
@@ -117,8 +115,9 @@ def signs_of(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, li
 
 
 def _belongs_to(tool: Tool, signs: Collection[str], entries: Mapping[str, Any]) -> bool:
-    """Whether a file with these signs is for ``tool``. Signs that are widely used, such as ``max_seq_length``, are
-    weak. Strong signs must outnumber the names that only we have; weak signs count only if there is no such name."""
+    """Whether a file with these signs is for ``tool``. A section decides. Signs that are widely used, such as
+    ``max_seq_length``, are weak. Strong signs must outnumber the names that only we have; weak signs count only if
+    there are several and no such name."""
     if any(sign in tool.sections for sign in signs):
         return True
     strong = [sign for sign in signs if sign not in NAMES]
@@ -167,8 +166,7 @@ def _flattened(entries: Mapping[str, Any], sections: Collection[str]) -> dict[st
 
 
 def keys_of(source: Source, table: Table, known: Collection[str], typed: Collection[str] = ()) -> Iterator[Key]:
-    """Yield what each key means, by ``table`` or as one of our names. A dataset that cannot be read is not an error if
-    a flag overrides it."""
+    """Yield what each key means, by ``table`` or as our name. Unreadable data are no error if a flag overrides them."""
     for name, value in source.entries.items():
         try:
             yield Key(name, value, _meaning(name, value, source, table, known))
@@ -205,8 +203,7 @@ def is_path(name: str, value: Any) -> bool:
 
 
 def is_word(name: str, value: Any) -> bool:
-    """Whether ``value`` of our field ``name`` is spelled differently here. A dataset that exists under that name
-    wins."""
+    """Whether ``value`` of our field ``name`` is spelled differently here. An existing dataset of that name wins."""
     is_spelled_differently = isinstance(value, str) and value.lower() in VALUE_SPELLINGS.get(name, {})
     return is_spelled_differently and not (name == "dataset" and Path(value).exists())
 

@@ -1,6 +1,4 @@
-"""Translates names of other programs in our flags and files.
-
-A name with the same meaning here is translated, with a note. Any other name is an error that explains it.
+"""Translates names of other programs in our flags and files, with notes, or raises an error that explains a name.
 
 >>> translated(["--epochs", "3", "--qlora", "--lr=1e-4"], {"num_train_epochs", "tuning", "learning_rate"})
 (['--num_train_epochs=3', '--tuning=qlora', '--learning_rate=1e-4'], \
@@ -21,17 +19,15 @@ from scu_trainer.errors import SettingsError
 
 
 def translated(flags: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the command line in our names, and a note for each translated name. ``known``: names of our flags.
-
-    Raises SettingsError for a name without a counterpart, and for two names that contradict each other.
-    """
+    """Return the command line in our names, and a note for each translated name. ``known``: names of our flags. Raises
+    SettingsError for a name without a counterpart, and for two names that contradict each other."""
     given = list(_split_flags(flags))
     entries = {name: value for name, value, _ in given if name}
     foreign = _foreign_keys(entries, known)
     words: list[str] = []
     for name, value, typed in given:
         settings = _settings_of(foreign[name]) if name in foreign else {}
-        if isinstance(value, list) and [*settings.values()] == [value]:  # several words are not a list, as in a file
+        if isinstance(value, list) and [*settings.values()] == [value]:  # several words, not one list as in a file
             words += [f"--{next(iter(settings))}", *value]
         else:
             words += as_flags(settings) if name in foreign else typed
@@ -98,8 +94,7 @@ def translated_entries(entries: Mapping[str, Any], known: Collection[str]) -> tu
 
 
 def _split_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
-    """Yield the name, value (True without one) and words of each flag. Words before the first flag have an empty
-    name."""
+    """Yield the name, value (True without one) and words of each flag; words before the first have an empty name."""
     rest = list(flags)
     while rest:
         typed = [rest.pop(0)]
@@ -114,8 +109,7 @@ def _split_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any, list[str]]]:
 
 
 def _foreign_keys(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, Key]:
-    """Return the keys that are not ours, or that have a value that is not ours. Raises SettingsError for a key without
-    a counterpart."""
+    """Return the keys that are not ours, or whose values are not. Raises SettingsError if one has no counterpart."""
     foreign_names = [
         name
         for name, value in entries.items()
@@ -135,7 +129,7 @@ def _settings_of(key: Key) -> dict[str, Any]:
 
 
 def notes_of(keys: Iterable[Key]) -> list[str]:
-    """A note for each key that is not ours."""
+    """Return a note for each key that is not ours."""
     return [_note(key) for key in keys if not key.is_ours]
 
 
@@ -143,8 +137,7 @@ def _note(key: Key) -> str:
     settings = _settings_of(key)
     if not settings:
         return f"{key.name}: {key.meaning.said}"
-    shown_key = (
-        f"{key.name}: {as_word(key.value)}" if key.name in VALUE_SPELLINGS else key.name
-    )  # our name, with their value
+    # In VALUE_SPELLINGS the names are ours, and only the value is another one.
+    shown_key = f"{key.name}: {as_word(key.value)}" if key.name in VALUE_SPELLINGS else key.name
     targets = [name if value == key.value else f"{name}: {as_word(value)}" for name, value in settings.items()]
     return f"{shown_key} as {', '.join(targets)}" + (f" ({key.meaning.said})" if key.meaning.said else "")

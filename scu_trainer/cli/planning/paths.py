@@ -31,10 +31,8 @@ OFFLOADED = {"device_map": AUTO, "checkpoint_every_layer": True}
 
 
 def train_on_a_path(config: Optional[str], flags: Sequence[str], job: Job, train: Callable[[Job], None]) -> Job:
-    """Train ``job`` on the first path that can hold it, and return the job with the settings of that path.
-
-    Raises OutOfMemory if even the last path cannot hold one row, and anything that ``train`` raises.
-    """
+    """Train ``job`` on the first path that can hold it, and return the job with the settings of that path. Raises
+    OutOfMemory if even the last path cannot hold one row, and anything that ``train`` raises."""
     if job.training.world_size > 1:
         raise RequirementError(
             "tuning_path: auto works for one process; run scu-trainer plan, and give its settings to the launcher"
@@ -92,8 +90,7 @@ def _planned_paths(config: Optional[str], flags: Sequence[str], job: Job) -> Ite
 
 
 def _settings_of_unfinished_run(job: Job) -> Optional[dict[str, Any]]:
-    """Return the settings of an unfinished run in ``output_dir``, so that the same command resumes it; None without
-    one."""
+    """Return the settings of an unfinished run in ``output_dir``, so that the same command resumes it; or None."""
     run = latest_run(Path(job.training.output_dir)) if job.safety.resume else None
     if run is None or read_json(run / "run.json").get("status") == "finished" or not any(run.glob("checkpoint-*")):
         return None
@@ -115,8 +112,7 @@ def _described(settings: Mapping[str, Any]) -> str:
 
 
 def _failed_before_first_step(error: Exception, job: Job) -> bool:
-    """Whether memory ran out before the first step was done: while loading, in the initial evaluation, or in that
-    step."""
+    """Whether memory ran out before the first step was done: in loading, in the first evaluation, or in that step."""
     if isinstance(error, OutOfMemory) and error.steps_done is not None:
         return error.steps_done == 0
     if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):

@@ -47,7 +47,7 @@ Predicts the peak memory of a training run from shapes, without reading weights,
 with which it fits a machine. Flags of `scu-trainer train` are accepted as well. Nothing is trained."""
 
 MOST_FASTER_CHOICES = 2
-"""Number of faster choices, which change the result more, that are listed after the first choice that fits."""
+"""At most this many faster choices, which change the result more, are listed after the first that fits."""
 
 DECODED_PER_BATCH, WORKERS_BESIDE_GPU = ("image-classification", "sensor-classification"), 4
 """Tasks that decode and augment rows for each batch, and the number of worker processes for that if training is on a
@@ -160,8 +160,7 @@ def _job_to_plan(config: Optional[str], flags: Sequence[str], target: Target) ->
 
 
 def _warn_of_missing_data(job: Job) -> None:
-    """Warn about a dataset that does not exist. A plan does not read text, so a misspelled path would otherwise only be
-    noticed when training starts."""
+    """Warn about a missing dataset. A plan reads no text, so a misspelled path would only show when training starts."""
     from scu_trainer.data.sources import require_existing_path
 
     names = [*dataset_names(job.data.dataset), *dataset_names(job.data.eval_dataset)]
@@ -209,8 +208,7 @@ def source_of(job: Job, target: Target) -> Source:
 
 
 def _configuration(job: Job) -> Any:
-    """Return the configuration of the model to tune, read without its weights. Raises ModelError, also for a model that
-    training would refuse."""
+    """Read the configuration of the model to tune, no weights. Raises ModelError, also if training would refuse it."""
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.causal import require_causal
     from scu_trainer.models.loading.load import config_of, has_loadable_weights, load_tokenizer
@@ -247,12 +245,11 @@ def _configuration(job: Job) -> Any:
 def is_accepted(
     config: Optional[str], flags: Sequence[str], settings: Mapping[str, Any], planned_for: Optional[DeviceFacts] = None
 ) -> bool:
-    """Whether ``train`` accepts the job with ``settings`` instead of those that were typed. ``planned_for``: as for
-    ``read_job``."""
+    """Whether ``train`` accepts the job with ``settings`` in place of typed ones. ``planned_for``: see ``read_job``."""
     from scu_trainer.train.step.distributed.deepspeed_start import process_group_kept
 
     try:
-        with preserved_environment(), process_group_kept():  # DeepSpeed is not started
+        with preserved_environment(), process_group_kept():  # settings with DeepSpeed create one
             read_job(config, [*without(flags, settings), *as_flags(settings)], planned_for).check_machine_independent()
     except UserError:
         return False
@@ -276,7 +273,7 @@ def choices_to_report(
         if (
             faster_count == MOST_FASTER_CHOICES
             or time > CLEARLY_FASTER * fastest
-            or _stored_weights(choice) in too_large
+            or _lasting_settings(choice) in too_large
         ):
             continue
         settings = choice.settings(requested)
@@ -286,7 +283,7 @@ def choices_to_report(
         if candidate is None:
             continue
         if candidate.estimate.lasting_bytes > target.limit_bytes:
-            too_large.add(_stored_weights(choice))
+            too_large.add(_lasting_settings(choice))
         if candidate.fits or candidate.estimate.peak_bytes < lowest_bytes:
             candidates.append(candidate)
             faster_count += fastest < math.inf
@@ -299,8 +296,7 @@ def choices_to_report(
 def planned_choice(
     source: Source, choice: SettingChoice, requested: SettingChoice, job: Job, target: Target
 ) -> Optional[Planned]:
-    """Return the prediction for a choice, or None if the model's code fails with it. Raises ModelError if it fails with
-    the requested choice."""
+    """Predict a choice. Returns None if the model's code fails with it; raises ModelError if it is ``requested``."""
     from scu_trainer.train.memory_estimate.plan import planned
     from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
     from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
@@ -316,12 +312,11 @@ def planned_choice(
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
             f"{job.model.model_name_or_path} cannot be predicted, because its code fails without data: {reason}; "
-            f"measure it "
-            "instead: scu-trainer variants"
+            "measure it instead: scu-trainer variants"
         ) from error
 
 
-def _stored_weights(choice: SettingChoice) -> tuple:
+def _lasting_settings(choice: SettingChoice) -> tuple:
     """Return the settings that determine the bytes that do not depend on the micro-batch."""
     return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
 

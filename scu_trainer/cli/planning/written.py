@@ -30,7 +30,7 @@ REASONS = {
 
 
 def check_output_path(path: Path) -> None:
-    """Raise SettingsError if ``path`` exists, cannot be created, or is not named like YAML."""
+    """Raise SettingsError if ``path`` exists, has no folder, or is not named like YAML."""
     require_new_file(path, "--output")
     if path.suffix not in (".yaml", ".yml"):
         raise SettingsError(f"--output {path}: a configuration with comments is YAML; give a name that ends in .yaml")

@@ -149,12 +149,11 @@ def _files(sizes: dict[str, int]) -> list[str]:
 
 
 def export(subject: Subject, output: Path, options: ExportOptions) -> dict[str, Any]:
-    """Write ``output`` atomically, and return what scu_export.json holds. Raises UserError before anything is loaded if
-    the export cannot work."""
+    """Write ``output`` atomically; return what scu_export.json holds. Raises UserError, before loading if possible."""
     _require_exportable(subject, options)
     require_new(output)
     subject = subject.with_consent(options, device_map=None)
-    if options.format == "onnx" and options.dtype == "auto":  # as ONNX Runtime, which checks it, on a CPU
+    if options.format == "onnx" and options.dtype == "auto":  # ONNX Runtime, which checks it, computes so on a CPU
         options = replace(options, dtype="float32")
     with run_log():
         if Path(subject.source).is_dir():
@@ -271,8 +270,7 @@ class _Exporting(Conversion):
         self.facts["next"] = f"onnxruntime.InferenceSession({str(Path(self._shown(), 'model.onnx'))!r})"
 
     def _model_inputs(self) -> dict[str, Any]:
-        """Return the inputs of a stock model. Images are bytes in training, but a stock model takes the output of its
-        processor."""
+        """Return what a stock model takes: for images, which are bytes in training, the output of its processor."""
         if self.subject.task == TEXT:
             return self.inputs
         from scu_trainer.models.vision.inputs import pixel_inputs

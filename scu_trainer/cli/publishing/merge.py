@@ -1,4 +1,4 @@
-"""``scu-trainer merge``: merges an adapter into its base, as a model for stock transformers, and checks the result."""
+"""``scu-trainer merge``: merges an adapter into its base, for stock transformers, and compares the logits of both."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BYTES = {"auto": None, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 DTYPES = tuple(BYTES)
 CHECKED_ROWS, CHECKED_TOKENS = 4, 128
 FALLBACK_DATASET = "python_docs"
-"""Text to check on if the data of the run are gone."""
+"""Text to check on without a run, or if the data of the run are gone."""
 
 DESCRIPTION = """\
 RUN is the folder of a run, of one of its checkpoints, or of an adapter. The result is a folder that
@@ -119,8 +119,8 @@ def output_of(typed: argparse.Namespace, subject: Subject, ending: str) -> Path:
 
 
 def default_output(subject: Subject, ending: str = MERGED) -> Path:
-    """Return a folder next to the run: ``runs/mine-merged``, ``runs/mine-checkpoint-80-merged``. For a Hub id it is in
-    the current folder."""
+    """Return ``runs/mine-merged`` or ``runs/mine-checkpoint-80-merged``, next to the run. For a Hub id, it is in the
+    current folder."""
     if subject.is_of_hub:
         return Path.cwd() / f"{subject.name.rpartition('/')[2]}-{ending}"
     source = Path(subject.source)
@@ -307,8 +307,8 @@ def disk_errors_reported(folder: Path) -> Iterator[None]:
 
 
 def load_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
-    """Load the model and rows, and return them with a description of the rows. They are those that the run held out, if
-    its data still exist."""
+    """Load the model with the data of its run or, for text if they are gone, with ``FALLBACK_DATASET``. Returns the
+    components, and a description of the rows to check on."""
     from scu_trainer.train.job.source import Source
 
     task, seed = task_of(subject.task), split_seed(subject.run) if subject.run else 0

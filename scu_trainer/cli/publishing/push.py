@@ -102,8 +102,7 @@ def _prepared_upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional
 
 
 def _require_same_adapter(facts: Facts, merged: Path) -> None:
-    """Raise HubError if the adapter is no longer the one that was merged, because the card describes the present
-    run."""
+    """Raise HubError if the adapter is no longer the merged one, because the card describes the present run."""
     if facts.merge.get("adapter_sha256") != adapter_hash(facts.weights):
         raise HubError(
             f"{merged} was made from an adapter that is no longer in {facts.weights}: the adapter was trained "
@@ -120,8 +119,8 @@ def _require_text_task(facts: Facts, name: str) -> None:
 
 
 def _merged_folder(subject: Subject, typed: argparse.Namespace) -> Path:
-    """Return the folder with the merged weights of ``subject``. Weights of an earlier merge are used if they belong to
-    it; otherwise they are merged now."""
+    """Return the folder with the merged weights of ``subject``: of an earlier merge if it matches, otherwise merged
+    now."""
     output, options = default_output(subject), merge_options(typed)
     if not output.exists():
         print(f"merging into {output}", file=sys.stderr)

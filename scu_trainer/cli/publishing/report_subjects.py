@@ -19,13 +19,12 @@ from scu_trainer.runs.store import Run, all_runs
 MOST_NAMED = 8
 LOCK_FILE = "_run.lock"
 QUIET_S = 60.0
-"""A comparison with unfinished runs counts as stopped if none of them was alive for this time."""
+"""A comparison with unfinished runs counts as stopped if none is alive and its file did not change for this time."""
 
 
 @dataclass(frozen=True)
 class ReportSubjects:
-    """What a report is about. ``folders``: those of the runs, or the one of a comparison. ``names``: their names in the
-    report."""
+    """What a report is about. ``folders``: of the runs, or of one comparison. ``names``: their names in the report."""
 
     folders: tuple[Path, ...]
     names: tuple[str, ...]
@@ -124,7 +123,7 @@ def _read(folder: Path, name: str) -> RunFiles:
 
 
 def _is_under_way(comparison: Comparison) -> bool:
-    """Whether a comparison has unfinished runs, and a process that is about to run them."""
+    """Whether a comparison has unfinished runs and is still being worked on."""
     if not comparison.is_alive:
         return False
     is_recent = time.time() - (comparison.folder / COMPARISON_FILE).stat().st_mtime < QUIET_S

@@ -51,8 +51,7 @@ def require_open_hub(training: TrainingArguments) -> None:
 
 
 def after_training(job: Job) -> None:
-    """Write the card of a finished run, and push the run if ``push_to_hub`` is set. Only the main process does this.
-    Raises HubError."""
+    """Write the card of a finished run, and push it if ``push_to_hub``; in the main process only. Raises HubError."""
     from scu_trainer.train.job.job import is_main_process
 
     run = Path(job.training.output_dir)
@@ -86,8 +85,7 @@ def _push(run: Path, training: TrainingArguments) -> None:
 
 
 def _push_flags(repo_id: str, training: TrainingArguments) -> str:
-    """Return the flags of push that repeat this push. A repository that should be private must not become public by the
-    second try."""
+    """Return flags of push that repeat this one: a repository that should be private must not become public."""
     owned = repo_id if "/" in repo_id else f"OWNER/{repo_id}"
     revision = f" --revision {shlex.quote(training.hub_revision)}" if training.hub_revision else ""
     return f" --repo_id {shlex.quote(owned)}{revision}{' --private' if training.hub_private_repo else ''}"

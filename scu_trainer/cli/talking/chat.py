@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scu_trainer.talk.model import Talker
 
 MAX_NEW_TOKENS = 512
-FIRST_SURROGATE = 0xDC00
+SURROGATE_OFFSET = 0xDC00
 """Offset at which Python's ``surrogateescape`` stores bytes that are not valid text."""
 
 HELP = {
@@ -35,7 +35,7 @@ HELP = {
     "/help": "show these lines",
     "/exit": "end the chat, as Ctrl-D does",
 }
-HELP_LINES = [f"{name:<14} {said}" for name, said in HELP.items()]
+HELP_LINES = [f"{name:<14} {text}" for name, text in HELP.items()]
 DESCRIPTION = """\
 RUN is the folder of a run, of one of its checkpoints, of an adapter or a model, or a Hub id. Answers appear as they
 are generated; Ctrl-C stops an answer. If input comes from a pipe, every line is a question, and only the answers are
@@ -145,7 +145,7 @@ class Chat:
         """Run a command, and return whether the chat continues."""
         name, _, rest = line[1:].partition(" ")
         actions = {"system": self._set_system, "reset": lambda _: self._reset(), "save": self._save,
-                "help": lambda _: self._say_dimmed("\n".join(HELP_LINES))}  # fmt: skip
+                   "help": lambda _: self._say_dimmed("\n".join(HELP_LINES))}  # fmt: skip
         if name in ("exit", "quit"):
             return False
         if name not in actions:
@@ -228,7 +228,7 @@ class Chat:
             self._say(f"\033[2m{text}\033[0m\n" if text else "\n")
 
     def _notice(self, text: str) -> None:
-        """Print a notice, in a pipe to standard error."""
+        """Print a notice, on standard error if this is not a terminal."""
         print(text, file=self.writes if self.is_terminal else sys.stderr, flush=True)
 
 
@@ -236,5 +236,5 @@ def _require_text(line: str, number: int) -> None:
     try:
         line.encode()
     except UnicodeEncodeError as error:
-        byte = ord(line[error.start]) - FIRST_SURROGATE
+        byte = ord(line[error.start]) - SURROGATE_OFFSET
         raise DataError(f"line {number} of what was typed is not UTF-8 text (byte 0x{byte:02x}); {TO_UTF_8}") from None

@@ -52,19 +52,19 @@ def main(argv: list[str]) -> int:
     if options.output.resolve() == options.prompts.resolve():
         raise SettingsError(f"--output is the file of the prompts, {options.prompts}; give another --output")
     require_writable(options.output.parent, "--output")
-    chosen, is_default = subject_from_options(options.run, options), options.max_new_tokens is None
+    subject, is_default = subject_from_options(options.run, options), options.max_new_tokens is None
     options.max_new_tokens = MAX_NEW_TOKENS if is_default else options.max_new_tokens
     with stdout_to_stderr():
         from scu_trainer.talk.answers import BatchedAnswers
         from scu_trainer.talk.prompts import read_prompts
 
         settings, rows = answer_settings(options), read_prompts(options.prompts)
-        request = _request_of(chosen, rows, settings) | ({"max_new_tokens": None} if is_default else {})
+        request = _request_of(subject, rows, settings) | ({"max_new_tokens": None} if is_default else {})
         written = AnswersFile(options.output, request, options.overwrite)
         done = written.begin()
         for line in written.lines:
             print(line)
-        model = talker(chosen) if done < len(rows) else None
+        model = talker(subject) if done < len(rows) else None
         if model is not None:
             settings = _with_fitting_length(settings, model) if is_default else settings
             batches = BatchedAnswers(model, settings, options.batch_size)
@@ -75,8 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def _with_fitting_length(settings: Any, model: Any) -> Any:
-    """Return ``settings`` with answers of at most a quarter of the model's positions, which ``fitted`` reserves for an
-    answer as well."""
+    """Limit answers to a quarter of the model's positions, which ``fit_to_positions`` reserves for an answer, too."""
     quarter = settings.max_new_tokens if model.positions is None else max(1, model.positions // 4)
     if quarter < settings.max_new_tokens:
         print(
@@ -117,11 +116,11 @@ def _remarks(batches: Any, dropped: int) -> list[str]:
     return lines
 
 
-def _request_of(chosen: Subject, rows: Sequence[PromptRow], settings: Any) -> dict[str, Any]:
+def _request_of(subject: Subject, rows: Sequence[PromptRow], settings: Any) -> dict[str, Any]:
     """Return everything that the answers depend on."""
     prompts = hashlib.sha256(json.dumps([row.messages for row in rows]).encode()).hexdigest()
-    return {"model": chosen.source, "files": _weights_stamp(Path(chosen.source)), "prompts": prompts, "rows": len(rows),
-            "dtype": chosen.model.dtype, **asdict(settings)}  # fmt: skip
+    return {"model": subject.source, "files": _weights_stamp(Path(subject.source)), "prompts": prompts,
+            "rows": len(rows), "dtype": subject.model.dtype, **asdict(settings)}  # fmt: skip
 
 
 def _weights_stamp(folder: Path) -> dict[str, list[int]]:
@@ -134,7 +133,7 @@ class AnswersFile:
     """The file of answers, and next to it a ``.meta.json`` with what the answers depend on."""
 
     def __init__(self, path: Path, request: dict[str, Any], overwrite: bool) -> None:
-        self.path, self.asked, self.overwrite = path, request, overwrite
+        self.path, self.request, self.overwrite = path, request, overwrite
         self.meta = path.with_name(path.name + ".meta.json")
         self.lines: list[str] = []
         self.is_new = overwrite or not path.exists()
@@ -146,7 +145,7 @@ class AnswersFile:
         if self.is_new:
             return 0
         stored = read_json(self.meta) if self.meta.is_file() else None
-        current = json.loads(json.dumps(self.asked))
+        current = json.loads(json.dumps(self.request))
         if stored != current:
             changed = (
                 "it was not written by this command" if stored is None else f"{_changes(stored, current)} changed since"
@@ -173,7 +172,7 @@ class AnswersFile:
                 raise SettingsError(f"{self.path} was written by another command meanwhile; give another --output")
             self.path.unlink(missing_ok=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.meta, self.asked)
+            write_json(self.meta, self.request)
             self.is_new = False
         try:
             with open(self.path, "a", encoding="utf-8") as file:

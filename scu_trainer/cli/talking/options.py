@@ -64,15 +64,15 @@ def subject_from_options(name: str, options: argparse.Namespace, base_of: Option
     return resolved.with_consent(options, dtype=resolved.model.dtype if options.dtype == "auto" else options.dtype)
 
 
-def talker(chosen: Subject) -> Talker:
-    """Load the model of ``chosen``, with the mixed precision of its run. Raises SettingsError if the GPU has too
-    little memory."""
+def talker(subject: Subject) -> Talker:
+    """Load the model of ``subject``, in the mixed precision of its run. Raises SettingsError if it does not fit on the
+    GPU."""
     import torch
 
     from scu_trainer.talk.model import load_talker
 
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen.mixed_precision or "")
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(subject.mixed_precision or "")
     try:
-        return load_talker(chosen.name, chosen.model, precision, chosen.answers_plain_text)
+        return load_talker(subject.name, subject.model, precision, subject.answers_plain_text)
     except torch.OutOfMemoryError as error:
-        raise SettingsError(f"{chosen.name} does not fit on the GPU; add --use_cpu, or --dtype bfloat16") from error
+        raise SettingsError(f"{subject.name} does not fit on the GPU; add --use_cpu, or --dtype bfloat16") from error

@@ -71,18 +71,18 @@ def main(argv: list[str]) -> int:
         _check_vllm(options, key)
     else:
         require_packages("the server", "serve", PACKAGES)
-    chosen = subject_from_options(options.run, options)
-    name = options.served_model_name or default_name(chosen)
+    subject = subject_from_options(options.run, options)
+    name = options.served_model_name or default_name(subject)
     with listening_socket(options.host, options.port) as listening:
         options.port = listening.getsockname()[1]
         if engine == "transformers":
-            return _serve_with_transformers(chosen, name, options, listening, key)
-    return _serve_with_vllm(chosen, name, options, key)
+            return _serve_with_transformers(subject, name, options, listening, key)
+    return _serve_with_vllm(subject, name, options, key)
 
 
-def default_name(chosen: Subject) -> str:
+def default_name(subject: Subject) -> str:
     """Return the name of the folder; for a checkpoint, with the name of its run."""
-    return chosen.name if chosen.is_of_hub else default_output(chosen).name.removesuffix("-merged")
+    return subject.name if subject.is_of_hub else default_output(subject).name.removesuffix("-merged")
 
 
 # -- the key -----------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def _stored_key(file: Optional[Path]) -> tuple[Optional[str], str]:
 
 
 def _serve_with_transformers(
-    chosen: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
+    subject: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
 ) -> int:
     with stdout_to_stderr():
         from scu_trainer.serve.guard import Guard
@@ -129,17 +129,20 @@ def _serve_with_transformers(
         from scu_trainer.serve.transformers_server import application
 
         settings, ends = answer_settings(options), Event()
-        asker = RequestReader(talker(chosen), name, settings)
+        reader = RequestReader(talker(subject), name, settings)
         hosts = allowed_hosts(options.host, options.port) if is_loopback(options.host) else None
-        app = Guard(application(asker, ends), hosts, key)
-    print("\n".join(_opening(asker, options, key)), flush=True)
+        app = Guard(application(reader, ends), hosts, key)
+    print("\n".join(_opening(reader, options, key)), flush=True)
     run(app, listening, ends)
     return 0
 
 
-def _opening(asker: RequestReader, options: argparse.Namespace, key: Optional[str]) -> list[str]:
-    lines = [f"{asker.name}: {_address(options)} (the server of transformers)", asker.settings.in_words(asker.talker)]
-    return [*lines, *asker.talker.notes(asker.name), _access_note(key)]
+def _opening(reader: RequestReader, options: argparse.Namespace, key: Optional[str]) -> list[str]:
+    lines = [
+        f"{reader.name}: {_address(options)} (the server of transformers)",
+        reader.settings.in_words(reader.talker),
+    ]
+    return [*lines, *reader.talker.notes(reader.name), _access_note(key)]
 
 
 def _address(options: argparse.Namespace) -> str:
@@ -175,27 +178,27 @@ def _check_vllm(options: argparse.Namespace, key: Optional[str]) -> None:
                             "transformers")  # fmt: skip
 
 
-def _model_for_vllm(chosen: Subject, options: argparse.Namespace) -> str:
+def _model_for_vllm(subject: Subject, options: argparse.Namespace) -> str:
     """Return the path that vLLM loads. An adapter is merged into a folder next to it, unless that was done before."""
-    source = Path(chosen.source)
+    source = Path(subject.source)
     if not is_adapter(source):
-        return chosen.source
-    output = default_output(chosen)
+        return subject.source
+    output = default_output(subject)
     if output.exists():
         if not is_merged_from(output, source):
             raise StorageError(f"{output} exists, but was not merged from this adapter; remove it, or serve it")
         print(f"served from {output}, which was merged from this adapter")
         return str(output)
     print(f"vLLM gets the adapter merged into its base: {output}", flush=True)
-    merge(chosen, output, MergeOptions(trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle))
+    merge(subject, output, MergeOptions(trust_remote_code=options.trust_remote_code, allow_pickle=options.allow_pickle))
     return str(output)
 
 
-def _serve_with_vllm(chosen: Subject, name: str, options: argparse.Namespace, key: str) -> int:
+def _serve_with_vllm(subject: Subject, name: str, options: argparse.Namespace, key: str) -> int:
     from scu_trainer.serve import vllm
 
-    model, answers = _model_for_vllm(chosen, options), asdict(answer_settings(options))
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(chosen.mixed_precision or "", chosen.model.dtype or "auto")
+    model, answers = _model_for_vllm(subject, options), asdict(answer_settings(options))
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(subject.mixed_precision or "", subject.model.dtype or "auto")
     words = vllm.command(
         model, name, options.host, options.port, dtype, answers, options.trust_remote_code, options.allow_pickle
     )

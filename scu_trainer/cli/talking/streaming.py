@@ -22,10 +22,8 @@ _loading = threading.Lock()
 
 def stream_answer(name: str, messages: Sequence[Mapping[str, str]], **consent: bool) -> Iterator[str]:
     """Yield an answer in pieces of text. ``name``: as for ``scu-trainer chat``. ``messages``: role and content, the
-    newest last. ``consent``: trust_remote_code, allow_pickle.
-
-    Raises UserError if the model cannot be loaded or run. Closing the iterator ends the generation.
-    """
+    newest last. ``consent``: trust_remote_code, allow_pickle. Raises UserError if the model cannot be loaded or run.
+    Closing the iterator ends the generation."""
     from scu_trainer.talk.answers import AnswerSettings, fit_to_positions, stream
 
     with _loading:
