@@ -78,14 +78,14 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
     from scu_trainer.train.step.distributed.deepspeed_start import prepare_environment
     from scu_trainer.train.tasks import task_of
 
-    parser, arguments, task, note = _parse(config, flags)
+    parser, arguments, task, notes = _parse(config, flags)
     parser.set_defaults(bf16=None, fp16=None)  # None: neither the file nor the flags set it
     typed = parser.parse_args(arguments)
     prepare_environment(typed.deepspeed, typed.use_cpu)
     precision = _choose_precision(parser, typed, planned_for)
     given = given_names(arguments, field_names(parser))
-    note += _choose_optimizer(parser, typed, given)
-    note += _choose_evaluations(parser, typed, given)
+    notes += _choose_optimizer(parser, typed, given)
+    notes += _choose_evaluations(parser, typed, given)
     try:
         parts = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except STOCK_REFUSALS as error:
@@ -104,7 +104,7 @@ def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[Dev
         efficiency=efficiency,
         safety=safety,
         retention=retention,
-        notes=(f"precision: {precision.reason}", *note),
+        notes=(f"precision: {precision.reason}", *notes),
         changed_from=_changed_from(parser, typed),
         saves_by_length="save_steps" not in given and not typed.load_best_model_at_end,
     )
@@ -253,7 +253,7 @@ def _command_line(
     entries = in_file.entries
     check_names(flags, names, read_before=("config",))
     typed_names = given_names(flags, names)
-    note: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     if "mode" in typed_names:
         typed = parser.parse_args([*as_flags(entries), *flags])
         task = _settings_from(TaskSettings, typed)
@@ -266,15 +266,17 @@ def _command_line(
             f"{name} {_shown_value(mode_values[name])} instead of {_shown_value(value)}"
             for name, value in replaced.items()
         ]
-        note += (f"mode {task.mode} overrides {config}: {', '.join(words)}",) if words else ()
+        notes += (f"mode {task.mode} overrides {config}: {', '.join(words)}",) if words else ()
     read_as = [*in_file.read_as, *_notes_on_defaults(in_file.defaults, entries.keys() - {*typed_names}, parser)]
-    note = (f"read in {config}: {'; '.join(read_as)}", *note) if read_as else note
+    notes = (f"read in {config}: {'; '.join(read_as)}", *notes) if read_as else notes
     anchor = _default_anchor_flags(entries, typed_names)
     if anchor:
-        note += (f"retain: {SAMPLED}, what the model writes before training, because retain_budget_bits names no text",)
+        notes += (
+            f"retain: {SAMPLED}, what the model writes before training, because retain_budget_bits names no text",
+        )
     for name, first, second in flags_given_twice(flags):
-        note += (f"--{name} is given twice: {redact(second)} counts, not {redact(first)}",)
-    return [*as_flags(entries), *flags, *anchor], note
+        notes += (f"--{name} is given twice: {redact(second)} counts, not {redact(first)}",)
+    return [*as_flags(entries), *flags, *anchor], notes
 
 
 def _notes_on_defaults(defaults: Mapping[str, Any], effective: Collection[str], parser: HfArgumentParser) -> list[str]:

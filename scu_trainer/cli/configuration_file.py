@@ -189,8 +189,8 @@ def _path_advice(path: Path) -> str:
     settings = path / "training_config.json"
     if os.path.isfile(settings):  # pathlib's is_file raises PermissionError in a folder that may not be read
         return f"; give {settings}, the settings of that run"
-    beside = [] if os.path.exists(path) else [other.name for other in path.parent.glob("*") if os.path.isfile(other)]
-    return f"{did_you_mean(path.name, beside)}; give a YAML or JSON file"
+    siblings = [] if os.path.exists(path) else [other.name for other in path.parent.glob("*") if os.path.isfile(other)]
+    return f"{did_you_mean(path.name, siblings)}; give a YAML or JSON file"
 
 
 def _data_advice(path: Path) -> str:

@@ -119,7 +119,6 @@ class Subject:
 
     @property
     def data(self) -> DataSettings:
-        """The data settings of its run."""
         data = _settings_from(DataSettings, self.run)
         return replace(data, dataset=self._resolved(data.dataset), eval_dataset=self._resolved(data.eval_dataset))
 

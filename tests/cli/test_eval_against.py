@@ -250,7 +250,9 @@ def test_a_model_without_documents_is_asked_its_tasks_only(evaluate, work):
 def test_questions_that_the_harness_cuts_are_named(evaluate, work):
     words = ("--tasks", "first_or_second", "--include_path", work.tasks, "--limit", 4, "--max_length", 2)
     notes = evaluate(work.model, *words)["notes"]
-    assert re.search("was given at most 2 tokens at once: lm_eval cut off the beginning of the rest, [1-9]", notes[0])
+    assert re.search(
+        "was given at most 2 tokens at once: lm_eval cut off the beginning of longer texts, [1-9]", notes[0]
+    )
 
 
 def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(evaluate, work, tmp_path):
@@ -271,7 +273,7 @@ def test_an_adapter_without_its_run_is_asked_its_tasks_beside_base_and_merged(ev
         (["--tasks", "without_data"], "the data of task without_data cannot be read: "),
         (["--tasks", ","], "tasks is empty"),
         (["--limit", "3"], "limit is for tasks of lm-evaluation-harness; add --tasks NAME"),
-        (["--limit", "3"], "max_eval_documents is the most held-out documents"),
+        (["--limit", "3"], "max_eval_documents limits the held-out documents"),
         (["--batch_size", "3"], "batch_tokens is the size of a forward pass over held-out data"),
         (["--tasks", "first_or_second", "--limit", "2.5"], "limit is 2.5; give a whole number of questions"),
         (

@@ -19,7 +19,7 @@ ALLOWED_VALUES = {
 }
 HELD_OUT_COUNTERPARTS = {
     "batch_size": "; batch_tokens is the size of a forward pass over held-out data",
-    "limit": "; max_eval_documents is the most held-out documents",
+    "limit": "; max_eval_documents limits the held-out documents",
 }
 """Options of the harness that may have been meant for held-out data, and the option that does the same there."""
 

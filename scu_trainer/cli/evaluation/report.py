@@ -218,8 +218,8 @@ def _notes_on_figures(subjects: list[Subject], outcomes: list[EvaluationResult])
         if count:
             times = count_text(count, "time")
             yield (
-                f"{shown_name} was given at most {tokens} tokens at once: lm_eval cut off the beginning of the rest, "
-                f"{times}"
+                f"{shown_name} was given at most {tokens} tokens at once: lm_eval cut off the beginning of longer "
+                f"texts, {times}"
             )
         for figure in result.figures:
             if figure.questions is not None and figure.questions < FEW_QUESTIONS:

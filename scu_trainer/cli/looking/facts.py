@@ -156,6 +156,5 @@ def text_spans(tokenizer: Any, document: Document) -> list[TextSpan]:
 
 
 def excerpt(text: str, characters: int = 90) -> str:
-    """Return the beginning of ``text`` in one line."""
     line = " ".join(text.split())
     return line if len(line) <= characters else f"{line[: characters - 1]}…"

@@ -24,7 +24,7 @@ def data_page(report: DataReport, written: str) -> str:
         Section("Lengths in tokens", _lengths(facts, report.block_size)),
         Section("The longest", [_document_table(facts, facts.longest, lambda n: f"{facts.lengths[n]:,} tokens")]),
         Section("The strangest", _strangest(facts)),
-        Section("There more than once", _repetitions(facts)),
+        Section("Repeated documents", _repetitions(facts)),
     ]
     return html(Page(report.name, report.sample, [], sections, written))
 

@@ -46,7 +46,6 @@ def known_names() -> frozenset[str]:
 
 
 def own_names() -> set[str]:
-    """Return the names of our own fields."""
     kinds = [*SETTINGS.values(), *(kind.settings for kind in KINDS.values() if kind.settings is not None)]
     prefixes = {RegularizationSettings: PREFIX}
     return {"scu", *(prefixes.get(kind, "") + item.name for kind in kinds for item in fields(kind))}
