@@ -222,8 +222,8 @@ def _in_our_values(meaning: Meaning) -> Meaning:
 
 
 def merged_settings(keys: Iterable[Key]) -> dict[str, Any]:
-    """Return the settings of all keys. Raises SettingsError if two keys set a field to different values, or if a key
-    needs a field that no key sets."""
+    """Return the settings of all keys. Raises SettingsError if two keys set a field to different values, if our name of
+    a field and another one are both given, or if a key needs a field that no key sets."""
     settings: dict[str, Any] = {}
     setter: dict[str, Key] = {}
     needs: list[tuple[Key, str]] = []

@@ -183,7 +183,7 @@ def _require_gguf(subject: Subject, converter: Optional[Path]) -> None:
 
 
 def _architecture(subject: Subject) -> str:
-    """Return the class of the model, read only from the configuration of the base."""
+    """Return the class of the model, from its configuration or that of its base, without weights."""
     source = Path(subject.source)
     if not is_adapter(source) and (source / "config.json").is_file():
         return (read_json(source / "config.json").get("architectures") or ["unknown"])[0]
