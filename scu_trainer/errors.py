@@ -60,7 +60,7 @@ class CheckpointError(UserError, ValueError):
 
 
 class PreflightError(UserError):
-    """Preflight found a mistake that would make the run fail or useless."""
+    """Preflight found a mistake that would make the run fail or be useless."""
 
 
 class OutOfMemory(UserError):

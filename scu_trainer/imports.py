@@ -20,8 +20,8 @@ def without_collector(freeze: bool = False) -> Iterator[None]:
     """Turn off the garbage collector in this context. Imports and traces create millions of objects and hardly any
     garbage, and searching it would take a fifth of the time.
 
-    ``freeze``: exclude all current objects from later collections too, but only in a process that was claimed. In an
-    interactive session the memory of models that are no longer used would never be freed.
+    ``freeze``: exclude all current objects from later collections too, but only in a process that was claimed. An
+    interactive session would otherwise never free the memory of models that it no longer uses.
     """
     was_enabled = gc.isenabled()
     gc.disable()

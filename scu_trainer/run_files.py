@@ -1,8 +1,9 @@
 """The files of a run directory. They are written during training, and any program can read them at any moment.
 
-- ``write_json``, ``write_state``: write a file atomically, so that it is never incomplete. - ``History``: a JSON array
-to which rows are appended, and which is valid JSON after each of them. - ``RunStatus``: run.json, the state of a run in
-one small object. - ``require_room``, ``require_writable``: check the disk before the work starts.
+- ``write_json``, ``write_state``: write a file atomically, so that it is never incomplete.
+- ``History``: a JSON array to which rows are appended, and which is valid JSON after each of them.
+- ``RunStatus``: run.json, the state of a run in one small object.
+- ``require_room``, ``require_writable``: check the disk before the work starts.
 
 NaN and infinity are written as ``null``, because JSON does not have them, and strict readers (browsers, jq) reject the
 whole file. ``write_state`` keeps them, for programs that read their own state. Tokens and passwords are written as
@@ -62,8 +63,7 @@ _DECODER = json.JSONDecoder()
 
 
 def write_json(path: AnyPath, data: Any) -> None:
-    """Replace the content of ``path`` by ``data`` as JSON. After a crash the file has the old or the new content, never
-    a part.
+    """Replace ``path`` by ``data`` as JSON. After a crash the file has the old or the new content, never a part.
 
     Raises StorageError if the directory is not writable or is full, and TypeError if ``data`` is not JSON-compatible.
     """
@@ -104,8 +104,8 @@ def read_json(path: AnyPath) -> Any:
 
 
 def read_status(path: AnyPath) -> dict[str, Any]:
-    """Return the content of run.json. Raises StorageError if it has fields of the wrong type, because other programs
-    may write the file too."""
+    """Return the content of run.json. Other programs may write it too: raises StorageError if it is missing, is not a
+    JSON object, or has a field of the wrong type."""
     found = read_json(path)
     if not isinstance(found, Mapping):
         raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
@@ -143,7 +143,7 @@ def is_not_fetched(path: AnyPath) -> bool:
 
 
 def _open_nonblocking(path: AnyPath, flags: int) -> int:
-    """Open without blocking, as opening a pipe without a writer would."""
+    """Open without blocking: opening a pipe that has no writer would block."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -380,8 +380,8 @@ def _replace(path: Path, content: bytes) -> None:
 
 def _replace_or_overwrite(path: Path, content: Row) -> None:
     """Replace run.json atomically, padded with spaces. On a full disk, overwrite the old file with one write into the
-    blocks that it already has; if the content does not fit there, the notices and the text of the error are
-    shortened."""
+    blocks that it already has; if the content does not fit there, the notices are dropped and the error says only that
+    the disk is full. Raises StorageError if even that does not fit, and for any other error."""
     text = _as_json(content)
     try:
         _replace(path, text.ljust(RESERVE_BYTES))
@@ -455,7 +455,7 @@ def resolve_from_run(name: str, folder: Path, is_wanted: Callable[[Path], bool] 
     """Resolve the relative path ``name``, which a file in ``folder`` holds.
 
     A run is usually started in a folder above its own, and later used from anywhere, so the folders above are searched
-    too. Returns ``name`` unchanged if no path with that name is wanted, as for a Hub id.
+    too. Returns ``name`` unchanged if it is absolute, lies in the current directory, or is found nowhere, as a Hub id.
     """
     if Path(name).expanduser().is_absolute():
         return name

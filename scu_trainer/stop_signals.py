@@ -42,7 +42,7 @@ def stop_signals_to(receive: Callable[[int, Optional[FrameType]], None], closed:
 
 
 class StopCounter:
-    """Base class that counts how often it was asked to stop: ``listening(self._receive, self._closed)``."""
+    """Base class that counts how often it was asked to stop: ``stop_signals_to(self._receive, self._closed)``."""
 
     asked = 0
 

@@ -57,8 +57,8 @@ class Band:
 
 @dataclass(frozen=True)
 class ValueRange:
-    """A row with one value: the interval ``low`` to ``high`` around ``value``, and single ``points``. Without a value
-    only ``label`` is shown, with ``note`` below it."""
+    """A row with one value: the interval ``low`` to ``high`` around ``value``, and single ``points``. ``value`` None:
+    there is no interval. ``note``: a line below ``label``."""
 
     label: str
     value: Optional[float] = None

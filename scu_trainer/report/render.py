@@ -38,15 +38,14 @@ MOST_DISTINCT_LINES = COLORS * len(DASHES)
 
 NAMES = tuple(THEMES["light"])
 HELD_PLACES = {name: f"#0a0b{number:02x}" for number, name in enumerate(NAMES)}
-"""Placeholder colours, which are replaced by the colour names of a theme after drawing."""
+"""Placeholder colours, which ``svg`` replaces by CSS variables."""
 
 FONTS = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "DejaVu Sans", sans-serif'
 WIDE_IN, NARROW_IN = 9.6, 4.7
 PANEL_IN = {WIDE_IN: 2.35, NARROW_IN: 2.15}
 FONT_PT = {WIDE_IN: 10.0, NARROW_IN: 10.5}
 LETTER, MARK, AXIS_PT = 0.58, 4.6, 60
-"""Widths: of a letter and of the legend mark, in multiples of the font size, and of the space left of the axes in
-pt."""
+"""Widths: of a letter and of a legend mark, in multiples of the font size; of the space left of the axes, in pt."""
 
 ROW_IN = 0.34
 LEAST_SPAN = 0.01
@@ -133,8 +132,7 @@ def _figure_class() -> type[Figure]:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     class DrawnOnce(Figure):
-        """Compute the layout only, if there is one. Saving a figure draws it twice, and the first time is for
-        layout."""
+        """A figure whose first drawing computes the layout only: saving draws it twice, the first time for that."""
 
         def draw(self, renderer):
             engine = self.get_layout_engine()

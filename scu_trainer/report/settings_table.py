@@ -1,5 +1,4 @@
-"""How runs differ from each other or from the defaults, the hardware they ran on, and the command that repeats a
-run."""
+"""How runs differ from each other or from the defaults, their hardware, and the command that repeats a run."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class RunBackend:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A request to start a run. ``config``: the configuration file as text; ``flags``: further flags of the training
+    """A start of a run. ``config``: the configuration file as text; ``flags``: further flags of the training
     command."""
 
     name: str
@@ -64,12 +64,12 @@ class StartRequest:
     options: Options = field(default_factory=Options)
 
 
-def check(wish: StartRequest, root: Path) -> None:
+def check(request: StartRequest, root: Path) -> None:
     """Raise a UserError for a start that is invalid. The training settings are checked later, by training itself."""
-    check_name(wish.name)
-    path, options = root / wish.name, wish.options
+    check_name(request.name)
+    path, options = root / request.name, request.options
     if path.exists():
-        raise SettingsError(f"the name {wish.name!r} is in use: {path} exists; give another --name")
+        raise SettingsError(f"the name {request.name!r} is in use: {path} exists; give another --name")
     if not 0 <= options.nice <= 19:
         raise SettingsError(f"nice is {options.nice}; allowed: 0 (normal priority) to 19 (lowest)")
     if options.numa_node not in ("auto", "off") and not options.numa_node.isdecimal():
@@ -79,14 +79,14 @@ def check(wish: StartRequest, root: Path) -> None:
     for name in ("max_ram_percent", "max_gpu_percent"):
         if not 0 < getattr(options, name) <= 100:
             raise SettingsError(f"{name} is {getattr(options, name):g}; allowed: above 0, up to 100")
-    _check_secrets(wish)
+    _check_secrets(request)
     require_writable(root, "--root")
     require_room(root, NEEDED_BYTES, "--root")
 
 
-def _check_secrets(wish: StartRequest) -> None:
-    where = "the configuration" if redact(wish.config) != wish.config else "the flags"
-    if redact(wish.config) != wish.config or any(redact(flag) != flag for flag in wish.flags):
+def _check_secrets(request: StartRequest) -> None:
+    where = "the configuration" if redact(request.config) != request.config else "the flags"
+    if redact(request.config) != request.config or any(redact(flag) != flag for flag in request.flags):
         raise SettingsError(
             f"{where} would be stored in the directory of the background run, with a token or password in plain text; "
             "remove it and set it in the environment instead, for example as HF_TOKEN"
@@ -96,31 +96,31 @@ def _check_secrets(wish: StartRequest) -> None:
 # -- starting ----------------------------------------------------------------------------------------------------------
 
 
-def start(wish: StartRequest, root: Path, hands: RunBackend) -> RunRecord:
+def start(request: StartRequest, root: Path, backend: RunBackend) -> RunRecord:
     """Start a run in the background and return its record once its process has registered itself. Raises a UserError
     if the start is invalid or fails."""
-    check(wish, root)
-    run = Run(root / wish.name, wish.name)
+    check(request, root)
+    run = Run(root / request.name, request.name)
     try:
         run.path.mkdir(parents=True)  # reserves the name: only one of two simultaneous starts succeeds
         run.folder.mkdir()
     except FileExistsError as error:
-        raise SettingsError(f"the name {wish.name!r} was taken just now; give another --name") from error
+        raise SettingsError(f"the name {request.name!r} was taken just now; give another --name") from error
     except OSError as error:
         raise StorageError(f"{run.path} cannot be made: {error.strerror}; set --root to another directory") from error
-    write_text(run.config, wish.config)
+    write_text(run.config, request.config)
     cwd, variables = str(Path.cwd()), environment()
-    record = _new_record(run, hands, flags=wish.flags, options=wish.options, cwd=cwd, environment=variables)
-    return _spawn_and_register(run, record, hands)
+    record = _new_record(run, backend, flags=request.flags, options=request.options, cwd=cwd, environment=variables)
+    return _spawn_and_register(run, record, backend)
 
 
-def _new_record(run: Run, hands: RunBackend, **fields: Any) -> RunRecord:
+def _new_record(run: Run, backend: RunBackend, **fields: Any) -> RunRecord:
     """Return the record of a start that is requested now."""
     new = {"token": uuid.uuid4().hex, "directory": str(run.path.absolute())}
-    return RunRecord(**new, asked_s=time.time(), spawner=hands.machine.identity(), **fields)
+    return RunRecord(**new, asked_s=time.time(), spawner=backend.machine.identity(), **fields)
 
 
-def _spawn_and_register(run: Run, record: RunRecord, hands: RunBackend) -> RunRecord:
+def _spawn_and_register(run: Run, record: RunRecord, backend: RunBackend) -> RunRecord:
     run.write(record)
     run.stop_request.unlink(missing_ok=True)
     # Written after the record: "queued" next to the old record, whose process has ended, would mean a killed run.
@@ -128,8 +128,8 @@ def _spawn_and_register(run: Run, record: RunRecord, hands: RunBackend) -> RunRe
     _write_start_line(run, record.starts)
     # -P: a folder in the current directory must not be imported instead of a package of the same name.
     words = [sys.executable, "-P", "-m", "scu_trainer.cli.background.supervisor", str(run.path.absolute())]
-    child = (hands.spawn or hands.platform.spawn)(words, record.cwd, _child_environment(record), run.console)
-    return _wait_until_registered(run, child, hands)
+    child = (backend.spawn or backend.platform.spawn)(words, record.cwd, _child_environment(record), run.console)
+    return _wait_until_registered(run, child, backend)
 
 
 def _write_start_line(run: Run, starts: int) -> None:
@@ -161,9 +161,9 @@ def _child_environment(record: RunRecord) -> dict[str, str]:
     return variables
 
 
-def _wait_until_registered(run: Run, child: Any, hands: RunBackend) -> RunRecord:
-    started_s = hands.clock()
-    while hands.clock() - started_s < REGISTERS_WITHIN_S:
+def _wait_until_registered(run: Run, child: Any, backend: RunBackend) -> RunRecord:
+    started_s = backend.clock()
+    while backend.clock() - started_s < REGISTERS_WITHIN_S:
         ended = child.poll() is not None  # checked before the record is read: the process may register and then end
         record = run.record()
         if record is not None and record.process is not None:
@@ -171,14 +171,14 @@ def _wait_until_registered(run: Run, child: Any, hands: RunBackend) -> RunRecord
         if ended:
             last = last_error(run.console) or "\n".join(tail(run.console).splitlines()[-3:])
             raise StorageError(f"the process of {run.name} ended at once: {last}; see {run.console}")
-        hands.sleep(LOOK_EVERY_S)
+        backend.sleep(LOOK_EVERY_S)
     raise StorageError(f"the process of {run.name} has not started within {REGISTERS_WITHIN_S:g} s; see {run.console}")
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-def resume(run: Run, hands: RunBackend) -> tuple[RunRecord, Optional[str]]:
+def resume(run: Run, backend: RunBackend) -> tuple[RunRecord, Optional[str]]:
     """Run the command of ``run`` again. Returns the record and the name of the checkpoint that training resumes from.
 
     The command runs in its original working directory, or in the current one if that no longer exists, because a
@@ -186,13 +186,13 @@ def resume(run: Run, hands: RunBackend) -> tuple[RunRecord, Optional[str]]:
     """
     before = _require_record(run, "resumed")
     with FileLock(run.folder / "start.lock"):  # the second of two simultaneous resumes finds the run alive
-        seen = report(run, hands.machine)
+        seen = report(run, backend.machine)
         if (
             seen.state.is_alive
             and seen.state.status in ENDED_STATUSES
-            and _wait_until_ended(before, hands, ENDS_WITHIN_S)
+            and _wait_until_ended(before, backend, ENDS_WITHIN_S)
         ):
-            seen = report(run, hands.machine)
+            seen = report(run, backend.machine)
         if seen.state.is_alive:
             raise SettingsError(f"{run.name} is {seen.state.status} already; nothing to resume")
         if seen.state.status == "elsewhere":
@@ -204,7 +204,7 @@ def resume(run: Run, hands: RunBackend) -> tuple[RunRecord, Optional[str]]:
         if seen.state.status in ("finished", "unreadable"):
             raise SettingsError(f"{run.name} cannot be resumed: {seen.state.detail or 'it is finished'}")
         is_copy = run.copied_from(before) is not None  # then the recorded processes belong to the original run
-        if before.process is not None and not is_copy and not _wait_until_ended(before, hands, ENDS_WITHIN_S):
+        if before.process is not None and not is_copy and not _wait_until_ended(before, backend, ENDS_WITHIN_S):
             raise SettingsError(
                 f"processes of {run.name} are still ending; try again, or type scu-trainer runs stop {run.name} --now"
             )
@@ -212,8 +212,8 @@ def resume(run: Run, hands: RunBackend) -> tuple[RunRecord, Optional[str]]:
         require_room(run.path, NEEDED_BYTES, "--root")
         same = {name: getattr(before, name) for name in ("flags", "options", "environment")}
         cwd = before.cwd if Path(before.cwd).is_dir() else str(Path.cwd())
-        record = _new_record(run, hands, **same, cwd=cwd, starts=before.starts + 1, goes_on=True)
-        return _spawn_and_register(run, record, hands), checkpoint
+        record = _new_record(run, backend, **same, cwd=cwd, starts=before.starts + 1, goes_on=True)
+        return _spawn_and_register(run, record, backend), checkpoint
 
 
 def _require_record(run: Run, action: str) -> RunRecord:
@@ -229,31 +229,31 @@ def _require_record(run: Run, action: str) -> RunRecord:
 # -- stopping ----------------------------------------------------------------------------------------------------------
 
 
-def stop(run: Run, hands: RunBackend, timeout_s: Optional[float] = None, now: bool = False) -> Report:
+def stop(run: Run, backend: RunBackend, timeout_s: Optional[float] = None, now: bool = False) -> Report:
     """Ask a run to write a checkpoint and end, and wait until it has. ``now``: kill all its processes instead.
 
     Returns a report of the run afterwards, which is still alive if it did not end within ``timeout_s``.
     """
-    record = _wait_for_registration(run, hands)
+    record = _wait_for_registration(run, backend)
     if now:
-        _kill_all(record, hands)
-    elif is_alive(record.process, hands.machine):
+        _kill_all(record, backend)
+    elif is_alive(record.process, backend.machine):
         if _create_stop_request(run):
-            hands.platform.ask_to_stop(_process_to_signal(run, record, hands), hands.machine)
-        if not _wait_until_ended(record, hands, timeout_s):
-            return report(run, hands.machine)
-    after = report(run, hands.machine)
+            backend.platform.ask_to_stop(_process_to_signal(run, record, backend), backend.machine)
+        if not _wait_until_ended(record, backend, timeout_s):
+            return report(run, backend.machine)
+    after = report(run, backend.machine)
     has_begun = after.progress.step is not None and run.status().get("status") != "queued"
     if not after.state.is_alive and after.state.status == "killed" and (now or not has_begun):
         how = "ended at once by runs stop --now" if now else "stopped before training began"
         record_final_status(run, "stopped", how)
-        after = report(run, hands.machine)
+        after = report(run, backend.machine)
     return after
 
 
-def _wait_for_registration(run: Run, hands: RunBackend) -> RunRecord:
+def _wait_for_registration(run: Run, backend: RunBackend) -> RunRecord:
     """Return the record once the process has registered itself. Raises SettingsError for a run without a process."""
-    started_s = hands.clock()
+    started_s = backend.clock()
     while True:
         record = _require_record(run, "stopped")
         first = run.copied_from(record)
@@ -264,22 +264,22 @@ def _wait_for_registration(run: Run, hands: RunBackend) -> RunRecord:
             )
         if record.process is not None:
             return record
-        seen = report(run, hands.machine)
-        if not seen.state.is_alive or hands.clock() - started_s > REGISTERS_WITHIN_S:
+        seen = report(run, backend.machine)
+        if not seen.state.is_alive or backend.clock() - started_s > REGISTERS_WITHIN_S:
             raise SettingsError(f"{run.name} has no process: {seen.state.detail}")
-        hands.sleep(LOOK_EVERY_S)
+        backend.sleep(LOOK_EVERY_S)
 
 
-def _process_to_signal(run: Run, record: RunRecord, hands: RunBackend) -> Identity:
+def _process_to_signal(run: Run, record: RunRecord, backend: RunBackend) -> Identity:
     """Return the process that receives the stop signal: rank 0, which informs the other ranks. A signal to the launcher
     would not do: a launcher kills its ranks after 30 seconds, which may be too short for a step and a checkpoint."""
-    members, status = processes_of_run(record.process, record.token, hands.machine), run.status()
+    members, status = processes_of_run(record.process, record.token, backend.machine), run.status()
     rank = status.get("pid") if status.get("status") == "running" else None
     return next((member for member in members if member.pid == rank), record.process)
 
 
 def _create_stop_request(run: Run) -> bool:
-    """Create the stop request and return True, or return False if it exists: a second signal would end the run without
+    """Create the stop file and return True, or return False if it exists: a second signal would end the run without
     a checkpoint."""
     try:
         run.stop_request.touch(exist_ok=False)
@@ -290,24 +290,24 @@ def _create_stop_request(run: Run) -> bool:
     return True
 
 
-def _wait_until_ended(record: RunRecord, hands: RunBackend, timeout_s: Optional[float]) -> bool:
-    started_s = hands.clock()
-    while is_alive(record.process, hands.machine) or processes_of_run(record.process, record.token, hands.machine):
-        if timeout_s is not None and hands.clock() - started_s >= timeout_s:
+def _wait_until_ended(record: RunRecord, backend: RunBackend, timeout_s: Optional[float]) -> bool:
+    started_s = backend.clock()
+    while is_alive(record.process, backend.machine) or processes_of_run(record.process, record.token, backend.machine):
+        if timeout_s is not None and backend.clock() - started_s >= timeout_s:
             return False
-        hands.sleep(0.05)
+        backend.sleep(0.05)
     return True
 
 
-def _kill_all(record: RunRecord, hands: RunBackend) -> None:
+def _kill_all(record: RunRecord, backend: RunBackend) -> None:
     """Kill all processes of the run, repeatedly, because a process may start another before it ends."""
-    started_s = hands.clock()
-    while members := processes_of_run(record.process, record.token, hands.machine):
-        if hands.clock() - started_s > ENDS_WITHIN_S:
+    started_s = backend.clock()
+    while members := processes_of_run(record.process, record.token, backend.machine):
+        if backend.clock() - started_s > ENDS_WITHIN_S:
             numbers = ", ".join(str(member.pid) for member in members)
             raise StorageError(
                 f"processes {numbers} do not end, because they are waiting for a device or disk; try again later"
             )
         for member in members:
-            hands.platform.end(member, hands.machine)
-        hands.sleep(LOOK_EVERY_S)
+            backend.platform.end(member, backend.machine)
+        backend.sleep(LOOK_EVERY_S)

@@ -79,7 +79,9 @@ class Machine:
 
 def _linux_process(pid: int) -> Optional[ProcessInfo]:
     try:
-        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # skips the name: it may have spaces
+        words = (
+            Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        )  # the name before it may hold anything
     except (FileNotFoundError, ProcessLookupError):
         return None
     states = {b"Z": "zombie", b"X": "zombie", b"T": "suspended"}
@@ -131,8 +133,8 @@ def processes_of_run(supervisor: Identity, token: str, machine: Machine) -> list
 
 
 def processes_with_token(token: str, machine: Machine) -> list[Identity]:
-    """Return all living processes that have ``token`` in the environment variable MARK."""
-    return [member for member in _processes(machine) if _has_mark(member.pid, token)]
+    """Return all living processes that have ``token`` in the environment variable TOKEN_VARIABLE."""
+    return [member for member in _processes(machine) if _has_token(member.pid, token)]
 
 
 def _processes(machine: Machine) -> Iterator[Identity]:
@@ -148,7 +150,7 @@ def _belongs(member: Identity, supervisor: Identity, token: str, machine: Machin
     if member.pid == supervisor.pid:
         return member.born == supervisor.born
     is_in_session = _session_of(member.pid) == supervisor.pid and not _is_number_reused(supervisor, machine)
-    return is_in_session or _has_mark(member.pid, token)
+    return is_in_session or _has_token(member.pid, token)
 
 
 def _is_number_reused(supervisor: Identity, machine: Machine) -> bool:
@@ -166,7 +168,7 @@ def _session_of(pid: int) -> Optional[int]:
         return None
 
 
-def _has_mark(pid: int, token: str) -> bool:
+def _has_token(pid: int, token: str) -> bool:
     try:
         return psutil.Process(pid).environ().get(TOKEN_VARIABLE) == token
     except (psutil.Error, OSError):  # it belongs to another user, or has ended meanwhile

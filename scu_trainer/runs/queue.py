@@ -119,7 +119,8 @@ class DeviceQueue:
         return [place for place in self._places() if is_alive(place.process, self._machine)]
 
     def take_turn(self, place: QueueEntry) -> bool:
-        """Take the turn if ``place`` is first, and return whether this process has it. It keeps it until it ends."""
+        """Take the turn if ``place`` is first, and return whether this process has it now. ``leave``, or the end of the
+        process, gives it up."""
         if self._turn is not None:
             return True
         if any(other.number < place.number for other in self.waiting()):

@@ -78,7 +78,7 @@ def missing_memory(
 
 
 def ram_used_percent() -> float:
-    """Return how much of the main memory is used, of the machine or of its container, whichever is fuller."""
+    """Return the percentage of main memory in use, of the machine or of its container, whichever is fuller."""
     total, available = ram_bytes()
     shares = [1 - available / total]
     limit, room = cgroup.memory_limit_bytes(), cgroup.memory_available_bytes()
@@ -88,7 +88,7 @@ def ram_used_percent() -> float:
 
 
 def gpu_used_percent(device: str, ask: Ask = ask_driver) -> Optional[float]:
-    """Return how much of the memory of a GPU is used; None for other devices, and if the driver does not report it."""
+    """Return the percentage of a GPU's memory in use; None for other devices, or if the driver does not report it."""
     if not device.startswith(GPU):
         return None
     index = device.removeprefix(GPU)

@@ -58,7 +58,8 @@ class RunRecord:
         process: the process of the run; None until it has registered itself.
         phase: "spawned", "queued" or "training".
         waiting: what the run waits for, while it is queued.
-        exit_code: None while the run is alive, and if it was killed before it could write the code.
+        exit_code: None while the run is alive, if it was killed before it could write the code, and under a launcher,
+            which replaces the process that would write it.
     """
 
     token: str

@@ -48,9 +48,9 @@ class SupervisorBackend:
     """Folder of the queues; None: the default folder of this user."""
 
 
-def supervise(run: Run, outside: SupervisorBackend) -> int:
+def supervise(run: Run, backend: SupervisorBackend) -> int:
     """Carry out a background run from its registration to its end. Returns its exit code."""
-    supervisor = _Supervisor(run, outside)
+    supervisor = _Supervisor(run, backend)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         code = supervisor.execute()
@@ -70,18 +70,18 @@ def supervise(run: Run, outside: SupervisorBackend) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Handle SIGTERM outside of training, which has its own handler that lets the current step finish."""
+    """Handle SIGTERM backend of training, which has its own handler that lets the current step finish."""
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 class _Supervisor:
-    def __init__(self, run: Run, outside: SupervisorBackend) -> None:
-        self.run, self.outside = run, outside
+    def __init__(self, run: Run, backend: SupervisorBackend) -> None:
+        self.run, self.backend = run, backend
         self.is_training = False
 
     def execute(self) -> int:
         record = self._register()
-        self.outside.platform.watch_for_stop(self.run.stop_request)
+        self.backend.platform.watch_for_stop(self.run.stop_request)
         record = self._wait_for_devices(record)
         record = self._change_record(phase="training", waiting=None)
         self.is_training = True
@@ -89,17 +89,17 @@ class _Supervisor:
         if record.options.launcher != "python":
             sys.stdout.flush()
             start = [sys.executable, "-P", "-m", "scu_trainer.cli.main", "launch", record.options.launcher]
-            self.outside.become([*start, *words])
-        return self.outside.train(words)
+            self.backend.become([*start, *words])
+        return self.backend.train(words)
 
     def _register(self) -> RunRecord:
         record = self.run.record()
         if record is None:
             raise StorageError(f"{self.run.folder} holds no start.json; use scu-trainer runs start")
-        notes = self.outside.platform.lower_priority(record.options.nice)
+        notes = self.backend.platform.lower_priority(record.options.nice)
         for note in notes:
             print(note, flush=True)
-        return self.run.change(process=self.outside.machine.identity(), phase="queued", notes=tuple(notes))
+        return self.run.change(process=self.backend.machine.identity(), phase="queued", notes=tuple(notes))
 
     def _wait_for_devices(self, record: RunRecord) -> RunRecord:
         """Wait for the turn in the queue of each device that the run uses, in the order of their names, which prevents
@@ -111,10 +111,10 @@ class _Supervisor:
         limits = (options.max_ram_percent, options.max_gpu_percent)
         record = self.run.change(devices=tuple(chosen))
         for name in chosen:
-            line = DeviceQueue(name, self.outside.lines, self.outside.machine)
+            line = DeviceQueue(name, self.backend.lines, self.backend.machine)
             place = line.join(record.process, self.run.path)
-            lacks = functools.partial(self.outside.lacking, name, *limits)
-            wait_for_turn(line, place, lacks, self._report_waiting, self.outside.sleep)
+            lacks = functools.partial(self.backend.lacking, name, *limits)
+            wait_for_turn(line, place, lacks, self._report_waiting, self.backend.sleep)
             line.keep_through_exec()
         os.environ.update(room.visible_devices(chosen))
         return self._bind_to_node(record, chosen)
@@ -129,10 +129,10 @@ class _Supervisor:
         return self._change_record(notes=(*record.notes, note))
 
     def _choose_devices(self, record: RunRecord) -> list[str]:
-        found, asked = self.outside.devices(), record.options.device
+        found, asked = self.backend.devices(), record.options.device
         if asked == "auto" and record.options.launcher != "python":
             return sorted(found)  # a launcher starts a process on each
-        lines = {device: DeviceQueue(device, self.outside.lines, self.outside.machine) for device in found}
+        lines = {device: DeviceQueue(device, self.backend.lines, self.backend.machine) for device in found}
         return [room.choose_device(asked, found, lambda device: len(lines[device].waiting()))]
 
     def _report_waiting(self, waiting: str) -> None:

@@ -29,8 +29,7 @@ class ConfidenceInterval:
 
 
 def t_interval(values: Sequence[float], confidence: float) -> Optional[ConfidenceInterval]:
-    """Return the interval of the mean of ``values``, assumed to be independent and roughly normal. None without
-    values."""
+    """Return the interval of the mean of ``values``, assumed independent and roughly normal; None without values."""
     if not values:
         return None
     mean = fmean(values)
@@ -127,8 +126,7 @@ def best(arms: Mapping[str, BySeed], confidence: float) -> str:
 
 
 def notes(arms: Mapping[str, BySeed], reference: str, confidence: float, seeds: int) -> list[str]:
-    """Return what a reader must know to judge the verdict: the number of seeds and comparisons, and what chance
-    gives."""
+    """Return what a reader must know to judge the verdict: how many seeds and comparisons, and what chance gives."""
     others = [name for name in arms if name != reference]
     judged = [name for name in others if _direction_against(arms, name, reference, confidence) != "unknown"]
     found = [f"Seeds: {seeds}. {_seeds_note(seeds)}"]

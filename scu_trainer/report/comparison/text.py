@@ -78,7 +78,7 @@ def legend(record: Record) -> str:
 
 
 def verdicts(record: Record) -> list[tuple[str, str]]:
-    """Return (arm, verdict) of each arm. The reference is left out, unless some of its runs are not finished."""
+    """Return (arm, verdict) of each arm. The reference is left out, unless some of its runs are not counted."""
     return [
         (row["arm"], row["verdict"])
         for row in record["table"]

@@ -2,7 +2,7 @@
 
 A run that fails is reported, and the others continue. The first SIGTERM, SIGHUP or Ctrl-C stops all runs with a
 checkpoint, the second one ends them at once. If a comparison is killed, its runs continue; the next start finds them by
-their mark and stops them first. A lock ensures that only one comparison per folder runs at a time.
+their token and stops them first. A lock ensures that only one comparison per folder runs at a time.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Runner(StopCounter):
         code = process.poll()
         state = state_after_exit(self.plan, key, code, was_asked=bool(self.asked))
         self._set_state(key, state)
-        training_command = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
-        self.hands.say(f"{run_name(*key)}: {training_command[state.status]}")
+        lines = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
+        self.hands.say(f"{run_name(*key)}: {lines[state.status]}")
 
     def _set_state(self, key: Key, state: ArmState) -> None:
         self.states[key] = state
@@ -159,8 +159,7 @@ def comparison_token(folder: Path) -> str:
 
 @contextlib.contextmanager
 def exclusive_comparison(folder: Path) -> Iterator[None]:
-    """Lock ``folder``, which is created if needed, for one comparison. Raises StorageError if another one runs
-    there."""
+    """Lock ``folder``, created if needed, for one comparison. Raises StorageError if another one runs there."""
     lock = FileLock(folder / LOCK_FILE)
     try:
         if not lock.acquire():

@@ -1,8 +1,9 @@
 """The plan of a comparison, written before its first run, so that the same command can resume the comparison.
 
-OUT/plan.json arms, seeds, threads per run, and all resolved settings of each arm OUT/arms/ARM.yaml those settings as a
-configuration file: later edits of a recipe have no effect OUT/console/RUN.log what a run printed OUT/runs/ARM-seedN/
-ordinary run directories
+OUT/plan.json          arms, seeds, threads per run, and all resolved settings of each arm
+OUT/arms/ARM.yaml      those settings as a configuration file: later edits of a recipe have no effect
+OUT/console/RUN.log    what a run printed
+OUT/runs/ARM-seedN/    ordinary run directories
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _require_same_settings(plan: ComparisonPlan, key: Key, folder: Path) -> None
 
 
 def progress_line(plan: ComparisonPlan, states: Mapping[Key, ArmState]) -> str:
-    """Return how many runs are done and how far the others are: "7 of 33 runs done; none-seed1 120/160, ..."."""
+    """Return how many runs are done and how far the running ones are: "7 of 33 runs done; none-seed1 120/160, ..."."""
     done = sum(state.status == "finished" for state in states.values())
     failed = sum(state.status == "failed" for state in states.values())
     running = [_progress_of(plan, key) for key, state in states.items() if state.status == "running"]

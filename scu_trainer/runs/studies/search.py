@@ -45,8 +45,8 @@ class Axis:
 
 
 def parse_axes(words: Sequence[str], known: Collection[str]) -> list[Axis]:
-    """Parse the axes of a search. Raises SettingsError for an unknown name or an invalid range. ``known``: all
-    names."""
+    """Parse the axes of a search. ``known``: the names of all settings. Raises SettingsError for an unknown name, a
+    repeated name or an invalid range."""
     found = [_parse_axis(word, known) for word in words]
     names = [axis.name for axis in found]
     twice = next((name for name in names if names.count(name) > 1), None)

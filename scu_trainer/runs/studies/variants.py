@@ -69,7 +69,7 @@ class VariantPlan:
 @dataclass(frozen=True)
 class VariantResult:
     """The result of one variant. ``status``: ran, failed (``message``: the end of its output), or missing (``message``:
-    what to install).
+    what the machine lacks).
 
     ``peak_bytes``: the peak of the first process during a step, minus what it held before the model was loaded.
     ``total_bytes``: the whole peak. ``bpt``: held-out bits per token before and after; None if nothing was held out.
@@ -107,7 +107,7 @@ def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> VariantResult:
     if lacks is not None:
         return VariantResult(variant.name, "missing", lacks)
     off = [word for loop in variant.refused for word in SWITCHES[loop]]
-    outcome = _measured(variant, plan, off, has_gpu)
+    outcome = _train_and_measure(variant, plan, off, has_gpu)
     if outcome.status != "ran":
         return outcome
     for loop, words in variant.refused.items():
@@ -116,7 +116,7 @@ def run(variant: Variant, plan: VariantPlan, has_gpu: bool) -> VariantResult:
     return outcome
 
 
-def _measured(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: bool) -> VariantResult:
+def _train_and_measure(variant: Variant, plan: VariantPlan, off: Sequence[str], has_gpu: bool) -> VariantResult:
     folder = plan.scratch / variant.name
     shutil.rmtree(folder, ignore_errors=True)
     code, words = _run_command(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
