@@ -1,5 +1,4 @@
-"""Which computation of output layer and cross-entropy, forward and backward, is the fastest, and how much memory it
-needs.
+"""Output layer and cross-entropy, forward and backward: which computation is the fastest, and in how much memory?
 
     python benchmarks/gpu/loss_kernels.py [--tokens 8192] [--words 128256] [--hidden 2048 4096] [--rounds 15] [--quick]
 

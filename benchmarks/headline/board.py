@@ -50,9 +50,8 @@ def seconds(board: Board, path: str) -> float:
 
 
 def measure(root: Path, runs: int) -> dict[str, float]:
-    first = [
-        seconds(Board(root, RunActions([], None)), "/") for _ in range(REPEATS)
-    ]  # a new board, with an empty cache
+    # Each time a new board, with an empty cache.
+    first = [seconds(Board(root, RunActions([], None)), "/") for _ in range(REPEATS)]
     board = Board(root, RunActions([], None))
     seconds(board, "/")
     again, changed = [], []

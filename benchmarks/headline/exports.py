@@ -97,9 +97,7 @@ def model_folder(name: str, folder: Path) -> Path:
     special = {word: getattr(tokenizer, word) for word in ("pad_token_id", "bos_token_id", "eos_token_id")}
     changes = dict(FAMILIES[name])
     family = changes.pop("model_type", name)
-    config = transformers.AutoConfig.for_model(
-        family, **{"vocab_size": len(tokenizer), **SIZES, **special, **changes}
-    )
+    config = transformers.AutoConfig.for_model(family, **{"vocab_size": len(tokenizer), **SIZES, **special, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for weight in model.parameters():
         if weight.dim() > 1:

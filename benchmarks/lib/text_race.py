@@ -24,7 +24,7 @@ class Raced:
     """Tokens per second, without the first steps."""
     ratios: list[float] = field(default_factory=list)
     paired_ratios: list[float] = field(default_factory=list)
-    """Ratios of tokens per second, as medians over pairs of turns with equal numbers."""
+    """In each round, the median over turns of the ratio of the speeds in the same turn."""
     whole_ratios: list[float] = field(default_factory=list)
     """Ratios over all steps, including the first ones."""
     held_out_bits: Optional[float] = None

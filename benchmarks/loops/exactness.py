@@ -1,5 +1,4 @@
-"""Is the gradient of every optimizer step equal to that of the stock Trainer, unless a warning says so? Random
-trainings.
+"""Is every optimizer step's gradient that of the stock Trainer, unless a warning says otherwise? Random trainings.
 
     python benchmarks/loops/exactness.py --cases 1000
 

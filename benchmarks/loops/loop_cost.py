@@ -1,5 +1,4 @@
-"""The cost of the regularization loop. On and off alternate step by step in one run, so that drift affects both
-equally.
+"""The cost of the regularization loop. On and off alternate step by step, so that drift affects both equally.
 
     python benchmarks/loops/loop_cost.py [--steps 200]
 

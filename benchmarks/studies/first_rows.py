@@ -1,5 +1,4 @@
-"""How long ``scu-trainer data`` takes to show the first rows of a large file, compared with a small file of the same
-rows.
+"""How long ``scu-trainer data`` takes to show the first rows of a large file, and of a small one with the same rows.
 
 python benchmarks/studies/first_rows.py [--size_mb 1000] [--repeats 3]
 """

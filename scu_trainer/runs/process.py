@@ -79,9 +79,7 @@ class Machine:
 
 def _linux_process(pid: int) -> Optional[ProcessInfo]:
     try:
-        words = (
-            Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        )  # the name before it may hold anything
+        words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the name before may hold anything
     except (FileNotFoundError, ProcessLookupError):
         return None
     states = {b"Z": "zombie", b"X": "zombie", b"T": "suspended"}
