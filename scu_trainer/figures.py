@@ -140,8 +140,7 @@ def _difference_row(what: str, before: Mapping[str, Any], after: Mapping[str, An
 
 
 def _perplexity_row(metrics: Mapping[str, Any]) -> Change:
-    """Return the row of perplexities, 2 to the power of the bits. The change is a ratio, with the interval of the
-    difference in bits."""
+    """Return the row of perplexities, 2 to the power of the bits: a difference of bits is a ratio of perplexities."""
     found = [metrics.get(f"held_out_bpt_{when}") or {"value": None} for when in ("before", "after", "change")]
     before, after = (interval({"value": perplexity(bits.get("value"))}, ",.1f") for bits in found[:2])
     ratios = {name: perplexity(found[2].get(name)) for name in ("value", "low", "high")}

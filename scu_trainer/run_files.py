@@ -118,8 +118,8 @@ def read_status(path: AnyPath) -> dict[str, Any]:
 
 
 def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
-    """Return the content of a file. Raises OSError for a pipe or a device, where reading might never end, and for a
-    file of more than ``most_bytes``."""
+    """Return the content of a file. Raises OSError for a pipe or a device, which may have no end, and for a file larger
+    than ``most_bytes``."""
     with open(path, "rb", opener=_open_nonblocking) as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):

@@ -116,7 +116,6 @@ def _freed_bytes(found: os.stat_result) -> int:
 
 
 def safe_argument(path: AnyPath) -> str:
-    """Return ``path`` with "./" in front if it begins with a dash, which commands would take for an option. Not
-    quoted."""
+    """Return ``path``, unquoted, with "./" before a leading dash, which commands would take for an option."""
     text = os.fspath(path)
     return f"./{text}" if text.startswith("-") else text

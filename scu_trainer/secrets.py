@@ -119,8 +119,8 @@ def redact(text: str) -> str:
 
 
 def redact_data(data: Any) -> Any:
-    """Return a copy of JSON-like ``data`` without secrets at any depth. Secrets inside texts are replaced; values under
-    names like ``api_key`` are replaced as a whole."""
+    """Return a copy of JSON-like ``data`` without secrets at any depth. Parts of texts are replaced, and whole values
+    under names like ``api_key``."""
     if isinstance(data, str):
         return redact(data)
     if isinstance(data, Mapping):

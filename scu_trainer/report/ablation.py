@@ -25,8 +25,7 @@ MOST_TARGETS = 3
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison. ``content``: the content of comparison.json. ``runs``: the files of each run that exists, by arm
-    and seed."""
+    """A comparison. ``content``: of comparison.json. ``runs``: the files of each existing run, by arm and seed."""
 
     folder: Path
     content: Row
@@ -58,8 +57,7 @@ def read_comparison(folder: Path) -> Comparison:
 
 
 def _folder_of(folder: Path, run: Row) -> Optional[Path]:
-    """Return where a run is: the recorded path, or the path below ``folder`` if that was moved; None if it is
-    missing."""
+    """Return the recorded path of a run, or that below ``folder`` if it was moved; None if the run is missing."""
     named = Path(run["folder"] or "")
     places = (folder / named, folder / "runs" / named.name, folder / "runs" / f"{run['arm']}-seed{run['seed']}")
     return next((place for place in places if run["folder"] is not None and place.is_dir()), None)
@@ -70,8 +68,7 @@ def comparison_plots(found: Comparison) -> list[Plot]:
 
 
 def _held_out_bits(found: Comparison, arm: str) -> list[tuple[int, float]]:
-    """Return (seed, held-out bits) of the finished runs of an arm, without those that the table left out for an
-    error."""
+    """Return (seed, held-out bits) of the finished runs of an arm, without those that were left out of the table."""
     runs = [run for run in found.content["runs"] if run["arm"] == arm and run["status"] == "finished"]
     values = [(run["seed"], run["metrics"].get("held_out_bpt")) for run in runs if not run["error"]]
     return [(seed, value) for seed, value in values if value is not None]
@@ -172,8 +169,7 @@ def _curve_plot(
 
 
 def _mean_lines(found: Comparison, part: str, name: str) -> tuple[list[Line], list[str]]:
-    """Return a line per arm, the mean over its seeds at the steps that all of them have, and the names of the arms
-    without such a line."""
+    """Return a line per arm, the mean over its seeds at their common steps, and the names of the arms without one."""
     lines, without = [], []
     for place, arm in enumerate(found.arms):
         runs = [run for (of_arm, _), run in found.runs.items() if of_arm == arm]

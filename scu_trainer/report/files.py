@@ -73,8 +73,7 @@ def has_begun(folder: Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether ``folder`` is a run. A run that still waits in a queue counts, and so does a folder that this user may
-    not read."""
+    """Whether ``folder`` is a run. One that still waits in a queue is, and so is one that this user may not read."""
     try:
         waits = (folder / STATUS_FILE).is_file() or (folder / "background" / "start.json").is_file()
         return folder.is_dir() and (waits or has_begun(folder))
@@ -107,8 +106,7 @@ def read_run(folder: Path, name: str, state: str = "unknown", detail: str = "", 
 
 
 def newest_stock_log(folder: Path) -> Optional[Path]:
-    """Return ``trainer_state.json`` of the folder, or of its newest checkpoint. It holds the logs of the stock
-    Trainer."""
+    """Return ``trainer_state.json``, with the stock Trainer's logs, of the folder or else of its newest checkpoint."""
     if (folder / STOCK_LOG_FILE).is_file():
         return folder / STOCK_LOG_FILE
     found = [path for path in folder.glob(f"checkpoint-*/{STOCK_LOG_FILE}") if path.parent.name[11:].isdigit()]
@@ -116,8 +114,7 @@ def newest_stock_log(folder: Path) -> Optional[Path]:
 
 
 def _is_torn(log: Path) -> bool:
-    """Whether log_history.json, which gave no rows, cannot be read or holds anything but an empty list, as it does
-    before the first log."""
+    """Whether log_history.json, which gave no rows, is unreadable or is not the empty list of a run without logs."""
     try:
         return b"".join(log.read_bytes().split()) != b"[]"
     except OSError as error:

@@ -18,8 +18,7 @@ GENERATOR = "scu-trainer report"
 
 @dataclass(frozen=True)
 class Table:
-    """A table. ``head``: titles of all columns. The first cell of a row is its name. ``keeps_lines``: line breaks in
-    cells are kept."""
+    """A table. ``head``: titles of all columns. Rows begin with their name. ``keeps_lines``: cells keep line breaks."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -30,8 +29,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """A sentence, or with ``is_code`` a block to copy. ``fold``: the title of a fold that hides the text until
-    clicked."""
+    """A sentence, or with ``is_code`` a block to copy. ``fold``: the title of a fold that hides it until clicked."""
 
     text: str
     is_code: bool = False

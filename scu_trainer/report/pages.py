@@ -42,8 +42,7 @@ def page_of(
     subject: Sequence[RunFiles] | Comparison, drawings: Sequence[Drawing], written: str, files: Sequence[Path],
     reload_s: Optional[float] = None,
 ) -> Page:  # fmt: skip
-    """Build the page. ``written``: when it was written, for the footer. ``files``: the file with the configuration of
-    each run, for the command that repeats it."""
+    """Build the page. ``written``: the date in the footer. ``files``: the configuration of each run, to repeat it."""
     if isinstance(subject, Comparison):
         return _comparison_page(subject, drawings, written, reload_s)
     many = len(subject) > 1

@@ -25,8 +25,8 @@ from scu_trainer.report.statistics_plots import curriculum_panels
 
 GIB = 2**30
 SAME_SCORE = 0.002
-"""Relative difference up to which an evaluation in batches and the scoring of documents count as the same score. They
-differ in rounding and in how they average."""
+"""Relative difference up to which an evaluation in batches and the scoring of documents count as the same score: they
+round and average differently."""
 FAR_LIMIT = 2.5
 """A limit of this many times the peak is written in the title, because drawing it would flatten all other lines."""
 MOST_NAMED = 8
@@ -232,8 +232,7 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
 
 
 def _size_unit(run: RunFiles) -> str:
-    """Return what micro-batch sizes are counted in: tokens, or rows if each row counts as one token because it has no
-    length."""
+    """Return the unit of micro-batch sizes: tokens, or rows, which count as one token each if they have no length."""
     tokens, rows = (points(run.logs, f"memory/{name}_per_chunk")[1] for name in ("tokens", "rows"))
     return "rows" if tokens and tokens == rows else "tokens"
 

@@ -64,7 +64,6 @@ def _answer_text(found: dict[str, Sample], prompt: str) -> str:
 
 
 def _shortened(text: Any) -> str:
-    """Return a text without blank lines around it. A long one is cut to its end, because an answer continues the end of
-    its prompt."""
+    """Strip blank lines around a text, and cut a long one to its end, which is what an answer continues."""
     text = "" if text is None else str(text).strip("\n")
     return text if len(text) <= LONGEST_CHARACTERS else f"... {text[-LONGEST_CHARACTERS:]}"

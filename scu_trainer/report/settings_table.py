@@ -19,8 +19,7 @@ MISSING = "-"
 
 
 def differences(runs: Sequence[RunFiles]) -> list[list[str]]:
-    """Return a row for each setting, data fingerprint, commit or version in which the runs differ: its name, then its
-    value in each run."""
+    """Return a row (name, value of each run) for each setting, data, commit or version in which the runs differ."""
     facts = [_facts(run) for run in runs]
     shown = as_rows([{name: show(value) for name, value in known.items() if name not in PLACES} for known in facts])
     return [row for row in shown if len(set(row[1:])) > 1]

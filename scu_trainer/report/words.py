@@ -69,8 +69,8 @@ def _steps(run: RunFiles) -> str:
 
 
 def _held_out_figures(run: RunFiles) -> list[tuple[str, str]]:
-    """Return the held-out figures after training, or the last evaluation of a run that has not ended. Another table has
-    the figures before training, and the change."""
+    """Return the held-out figures after training, or the last evaluation of a run that has none yet. Another table has
+    those before training, and the change."""
     found = [(row.what.strip(), row.after) for row in before_and_after(run.metrics)]
     found += [("held out", held_out_size(run.metrics))] if "held_out_tokens" in run.metrics else []
     if not found:

@@ -36,8 +36,7 @@ REGISTERS_WITHIN_S = 20.0
 ENDS_WITHIN_S = 20.0
 LOOK_EVERY_S = 0.01
 KEPT = ("HF_", "SCU_TRAINER_", "CUDA_", "PYTORCH_", "TORCH_", "TOKENIZERS_", "OMP_", "MKL_", "DS_", "NCCL_", "WANDB_")
-"""Prefixes of the environment variables that are recorded, so that a resume from another shell sets them again.
-Variables that hold secrets are not recorded."""
+"""Prefixes of the environment variables that are recorded for a resume from another shell. Secrets are not recorded."""
 
 Spawn = Callable[[Sequence[str], str, Mapping[str, str], Path], Any]
 
@@ -55,8 +54,7 @@ class RunBackend:
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A start of a run. ``config``: the configuration file as text; ``flags``: further flags of the training
-    command."""
+    """A start. ``config``: the configuration file as text; ``flags``: further flags of the training command."""
 
     name: str
     config: str
@@ -97,8 +95,7 @@ def _check_secrets(request: StartRequest) -> None:
 
 
 def start(request: StartRequest, root: Path, backend: RunBackend) -> RunRecord:
-    """Start a run in the background and return its record once its process has registered itself. Raises a UserError
-    if the start is invalid or fails."""
+    """Start a background run, and return its record once it has registered itself. Raises a UserError if it cannot."""
     check(request, root)
     run = Run(root / request.name, request.name)
     try:
@@ -279,8 +276,7 @@ def _process_to_signal(run: Run, record: RunRecord, backend: RunBackend) -> Iden
 
 
 def _create_stop_request(run: Run) -> bool:
-    """Create the stop file and return True, or return False if it exists: a second signal would end the run without
-    a checkpoint."""
+    """Create the stop file. Returns False if it exists: a second signal would end the run without a checkpoint."""
     try:
         run.stop_request.touch(exist_ok=False)
     except FileExistsError:

@@ -68,8 +68,7 @@ class Machine:
         return _linux_process(pid) if sys.platform == "linux" else _psutil_process(pid)
 
     def identity(self, pid: Optional[int] = None) -> Identity:
-        """Return the identity of process ``pid``, by default of this process. Raises ProcessLookupError if there is no
-        such process."""
+        """Return the identity of process ``pid``, or of this process. Raises ProcessLookupError if there is none."""
         number = os.getpid() if pid is None else pid
         seen = self.process(number)
         if seen is None:

@@ -27,8 +27,7 @@ ROOM_EVERY_S = 5.0
 
 
 def default_folder() -> Path:
-    """Return the folder of the queues: in the cache of this user, for this machine only, because several machines may
-    share a home directory."""
+    """Return the folder of the queues of this machine, in the cache of this user: machines may share a home."""
     cache = Path(os.environ.get("SCU_TRAINER_CACHE") or "~/.cache/scu_trainer").expanduser().absolute()
     return cache / "queue" / platform.node()
 
@@ -167,8 +166,7 @@ def wait_for_turn(
     tell: Callable[[str], None],
     sleep: Callable[[float], None],
 ) -> None:
-    """Wait until it is the turn of ``place`` and ``lacks`` returns None. ``tell`` is called with the reason for waiting
-    whenever that changes."""
+    """Wait until it is the turn of ``place`` and ``lacks`` returns None. ``tell`` gets each new reason for waiting."""
     last_reason = ""
     while True:
         is_turn = line.take_turn(place)

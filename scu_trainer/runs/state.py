@@ -155,8 +155,7 @@ def _is_disk_full(seen: Evidence) -> bool:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is reported about one run. ``ahead``: the number of runs before it in the queue of its device;
-    None if it does not wait."""
+    """All that is reported of a run. ``ahead``: runs before it in the queue of its device; None if it does not wait."""
 
     run: Run
     state: RunState

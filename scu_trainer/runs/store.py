@@ -111,8 +111,7 @@ class Run:
         return read_status(path) if path.is_file() else {}
 
     def record(self) -> Optional[RunRecord]:
-        """Return the record of the start, or None if the run was not started in the background. Raises StorageError if
-        the file cannot be read."""
+        """Return the record of the start; None for a run that is not in the background. Raises StorageError."""
         path = self.folder / "start.json"
         return _parse_record(read_json(path), path) if path.is_file() else None
 
@@ -179,8 +178,8 @@ def _is_run(path: Path) -> bool:
 
 
 def find_run(name: str, root: Path) -> Run:
-    """Return the run ``name`` below ``root``, or the run in the directory ``name``. Raises SettingsError, which
-    suggests the nearest name, if there is none."""
+    """Return the run ``name`` below ``root``, or in the directory ``name``. Raises SettingsError, with the nearest name,
+    if there is none."""
     for path in (root / name, Path(name)):
         if _is_run(path):
             return Run(path, path.absolute().name)

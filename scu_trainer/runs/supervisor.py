@@ -145,8 +145,7 @@ class _Supervisor:
         return self.run.change(**changes)
 
     def record_end(self, code: int, error: Optional[str] = None) -> None:
-        """Record how the run ended, unless training has already. Ignores SIGTERM, so a second one cannot interrupt
-        it."""
+        """Record how the run ended, unless training has. SIGTERM is ignored from here on, so it cannot interrupt this."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -180,8 +179,7 @@ def record_final_status(run: Run, status: str, error: Optional[str]) -> None:
 
 
 def training_words(run: Run, record: RunRecord) -> list[str]:
-    """Return the arguments of the training command: the stored configuration, the output directory, and the flags of
-    the user."""
+    """Return the arguments of training: the stored configuration, the output directory, and the flags of the user."""
     words = ["--config", str(run.config.absolute()), "--output_dir", str(run.path.absolute()), *record.flags]
     if record.options.device == room.CPU:
         words += ["--use_cpu", "true"]

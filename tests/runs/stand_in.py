@@ -68,7 +68,7 @@ def _train(run: Path, settings: dict) -> int:
     max_steps = settings.get("max_steps", STEPS)
     for step in range(newest + 1, max_steps + 1):
         status.update(status="running", pid=os.getpid(), step=step, max_steps=max_steps, loss=1.0)
-        while Path(settings.get("held_memory", run / "nothing")).exists():
+        while Path(settings.get("hold_file", run / "nothing")).exists():
             time.sleep(0.02)
         if wanted:
             (run / f"checkpoint-{step}").mkdir()

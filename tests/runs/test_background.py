@@ -90,12 +90,12 @@ def test_the_configuration_is_that_of_the_start(root):
 
 def test_a_second_request_to_stop_is_no_second_signal(root):
     """Training would take that for "now", and write no checkpoint."""
-    held_memory = root.parent / "held"
-    held_memory.touch()
-    run = begun(root, "a", f"held_memory: {held_memory}")
+    hold_file = root.parent / "held"
+    hold_file.touch()
+    run = begun(root, "a", f"hold_file: {hold_file}")
     reaches(run, "running")
     assert stop(run, HANDS, 0.05).state.status == stop(run, HANDS, 0.05).state.status == "stopping"
-    held_memory.unlink()
+    hold_file.unlink()
     after = stop(run, HANDS, 20)
     assert after.state.status == "stopped"
     assert read_json(run.path / after.progress.checkpoint / "trainer_state.json") == {"signals": 1}
@@ -141,9 +141,9 @@ def test_killed_with_children_left_it_is_not_resumed_beside_them(root, monkeypat
 
 
 def test_a_copy_of_a_living_run_is_not_taken_for_it(root):
-    held_memory = root.parent / "held"
-    held_memory.touch()
-    run = begun(root, "a", f"held_memory: {held_memory}\nmax_steps: 3")
+    hold_file = root.parent / "held"
+    hold_file.touch()
+    run = begun(root, "a", f"hold_file: {hold_file}\nmax_steps: 3")
     reaches(run, "running")
     copy = Run(shutil.copytree(run.path, root / "b"), "b")
     found = report(copy, Machine())
@@ -154,7 +154,7 @@ def test_a_copy_of_a_living_run_is_not_taken_for_it(root):
     assert status(run) == "running" and not run.stop_request.exists()
     resume(copy, HANDS)  # waits in the line behind the other one
     assert status(copy) == "queued" and status(run) == "running"
-    held_memory.unlink()
+    hold_file.unlink()
     for one in (run, copy):
         reaches(one, "finished")
 

@@ -40,8 +40,7 @@ SHAPE = {
 
 
 def find_wrong_type(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE) -> Optional[str]:
-    """Return a description of the first value in comparison.json that is missing or has the wrong type; None if there
-    is none."""
+    """Describe the first value in comparison.json that is missing or has the wrong type; None if there is none."""
     if (shape is INTERVAL and value is None) or (shape is METRICS and value == {}):
         return None
     if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
@@ -145,8 +144,7 @@ def _value(found: Mapping[str, Any], key: str) -> Optional[float]:
 
 
 def _tracking_error(run: Path, control: Mapping[str, Any], settling_step: int) -> Optional[float]:
-    """Return the mean of |S - target| / target from ``settling_step`` on, after which S stayed within 10 % of the
-    target."""
+    """Return the mean of |S - target| / target from ``settling_step`` on, where S stays within 10 % of the target."""
     target = control["target_s"]
     rows = [row for row in read_rows(run / "scu_history.json") if row["step"] >= settling_step]
     errors = [abs(row["s_ema"] / target - 1.0) for row in rows if row.get("s_ema") is not None]
@@ -154,9 +152,8 @@ def _tracking_error(run: Path, control: Mapping[str, Any], settling_step: int) -
 
 
 def unequal_runs(runs: Sequence[Run], reference: str, arms: Sequence[str]) -> dict[tuple[str, int], str]:
-    """Return the finished runs that did not train like the reference with the same seed, by (arm, seed), with the
-    reason. They are left out of the comparison. If the reference has no run with a seed, the first arm that has one is
-    used."""
+    """Return why finished runs did not train like the reference with their seed, by (arm, seed). They are not compared.
+    Where the reference has no run with a seed, the first arm that has one stands in."""
     found = {}
     for seed in {run["seed"]: None for run in runs}:
         group = {run["arm"]: run for run in runs if run["seed"] == seed and run["status"] == "finished"}

@@ -32,8 +32,8 @@ ORIGINAL = {
     "scu_ki": 0.15,
     "scu_actuator": "penalty",
 }
-"""The published defaults of the original law for small models, which override those of the job. Its bounds and averages
-are the same as our defaults."""
+"""The published defaults of the original law for small models, whatever the job sets. Its bounds and averages are those
+of our defaults."""
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 

@@ -185,8 +185,7 @@ def write_plan(plan: ComparisonPlan) -> None:
 
 
 def read_plan(folder: Path) -> Optional[ComparisonPlan]:
-    """Return the plan of the comparison in ``folder``, or None if there is none. Raises StorageError for a file that
-    this version cannot read."""
+    """Return the plan in ``folder``, or None without one. Raises StorageError if this version cannot read it."""
     path = folder / PLAN_FILE
     if not path.is_file():
         return None

@@ -23,8 +23,7 @@ NOT_STARTED = "not started yet"
 
 @dataclass(frozen=True)
 class ArmState:
-    """The state of one run. ``status``: finished, failed, running, or missing (still to be trained). ``error``: why it
-    is not finished."""
+    """The state of a run. ``status``: finished, failed, running, or missing (to do). ``error``: why it is not done."""
 
     status: str
     error: Optional[str] = None
@@ -87,8 +86,8 @@ def _progress_of(plan: ComparisonPlan, key: Key) -> str:
 
 
 def failure_reason(console: Path, code: int) -> str:
-    """Return one line that says why the newest start of a run failed: the signal that killed it, else its error
-    message, else the last line that it printed."""
+    """Return why the newest start of a run failed, in one line: the signal that killed it, or its exit code with the
+    error message, else with the last line that it printed."""
     _, mark, printed = tail(console).rpartition(START_LINE)
     lines = [line.strip() for line in printed.splitlines()[1 if mark else 0 :] if line.strip()]
     said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
