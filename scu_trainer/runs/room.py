@@ -43,7 +43,7 @@ def visible_devices(chosen: Sequence[str], environment: Mapping[str, str] = os.e
 
 
 def choose_device(asked: str, found: Sequence[str], length_of: Callable[[str], int]) -> str:
-    """Return the requested device, or for "auto" that with the shortest queue. Raises RequirementError if it is missing."""
+    """Return the requested device, or for "auto" that with the shortest queue. Raises RequirementError without one."""
     if asked == "auto":
         return min(found, key=length_of)
     if asked != CPU and asked not in found:

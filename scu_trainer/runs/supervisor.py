@@ -145,7 +145,7 @@ class _Supervisor:
         return self.run.change(**changes)
 
     def record_end(self, code: int, error: Optional[str] = None) -> None:
-        """Record how the run ended, unless training has. SIGTERM is ignored from here on, so it cannot interrupt this."""
+        """Record how the run ended, unless training has. SIGTERM is ignored from here on, to not interrupt this."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
