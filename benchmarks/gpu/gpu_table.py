@@ -32,8 +32,7 @@ HEADS = (
 """Padding: processed tokens per real token. Held: memory reserved by torch's allocator. Bits: per held-out token.
 Waits: of the host for the device, per step. Attention: the kernel, or why the point has no results."""
 SAME_BITS = 0.01
-"""Relative difference up to which two held-out losses count as equal: kernels round differently, and bf16 has 8
-bits."""
+"""Relative difference up to which held-out losses count as equal: kernels round differently, and bf16 has 8 bits."""
 OTHER_ROWS = ("trl, packing",)
 """Contenders with other rows in each step."""
 

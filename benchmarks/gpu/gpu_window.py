@@ -12,8 +12,7 @@ import torch
 from scu_trainer.train.step.recovery.memory import free_memory
 
 WARM_UP_STEPS = 4
-"""Steps that are not measured: in them kernels are chosen, optimizer state is created, and micro-batches are measured
-one by one."""
+"""Unmeasured steps: they choose kernels, create optimizer state, and measure micro-batches one by one."""
 EXTRA_STEPS = 2
 """Steps after the measured ones, for work that would cost time: host waits are counted in the first one, and after the
 second one training ends and waits for its statistics."""

@@ -121,8 +121,7 @@ def job_of(point: Point, attention: Optional[str], window: Window) -> CardJob:
 
 
 def packing(job: CardJob, window: Window, **changes: Any) -> Trained:
-    """Train with packing. A step has as many packed rows as hold the tokens of a step of the others, in as many
-    batches."""
+    """Train with packing. The packed rows of a step hold the tokens of a step of the others, in as many batches."""
     per_step = sum(job.token_rows().lengths) / job.steps / job.shape.longest_row
     rows = max(1, round(per_step / job.accumulation))
     given = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": job.accumulation}
@@ -199,8 +198,7 @@ def attention_of(point: Point) -> Optional[str]:
 
 
 def result_of(point: Point) -> dict[str, Any]:
-    """Train ``point`` in this process, and return its results. Running out of memory, or any error, is a result with a
-    reason."""
+    """Train ``point`` in this process, and return its results. An error is a result with a reason."""
     attention = attention_of(point)
     try:
         numbers = _measured(point, attention)

@@ -63,8 +63,7 @@ def trained(contender: str, job: Job, model: torch.nn.Module, *callbacks: Traine
 
 
 def distances(job: Job, model: Callable[[], torch.nn.Module]) -> dict[str, float]:
-    """Return the relative distance of the gradient of each contender from that of stock in float32, at the weights of
-    ``model``."""
+    """Return how far the gradient of each contender is from float32 stock, relatively, at the weights of ``model``."""
 
     def gradient(contender: str, one: Job) -> torch.Tensor:
         keeps = KeepsGradient()

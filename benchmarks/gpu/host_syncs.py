@@ -223,8 +223,7 @@ def _indices(given: Any) -> Sequence[Any]:
 
 
 class Counting:
-    """Replaces turns: counts the waits of ``steps`` steps after the first ones. Another step follows, because the end
-    of a training waits too."""
+    """Replaces turns: counts the waits of ``steps`` settled steps. Another one follows, because the end waits too."""
 
     def __init__(self, waits: Waits, steps: int) -> None:
         self.waits, self.done, self.last = waits, 0, SETTLED_STEPS + steps
@@ -238,8 +237,7 @@ class Counting:
 
 
 def counted(name: str, steps: int) -> dict[str, Any]:
-    """Run one contender, and return its waits by place and its forward passes in ``steps`` steps after the first
-    ones."""
+    """Run a contender, and return its waits by place and its forward passes in ``steps`` settled steps."""
     work, settings = CONTENDERS[name]
     job = job_of(steps, AS_THE_COMMANDS)
     mode, forwards = CountsWaits(Waits()), Counter()
@@ -305,8 +303,7 @@ def figures(results: Sequence[dict[str, Any]]) -> dict[str, Figure]:
 
 
 def job_of(steps: int, arguments: tuple) -> Job:
-    """Return a job with a small model and a large vocabulary, for the chunked loss. ``arguments``: further
-    TrainingArguments."""
+    """Return a job small in all but its vocabulary, for the chunked loss. ``arguments``: further TrainingArguments."""
     shape, lengths = Shape(vocab=17_000, hidden=64, layers=2), Lengths("uneven", 30, 0.6)
     return Job(shape, lengths, steps=SETTLED_STEPS + steps + 1, arguments=arguments)
 

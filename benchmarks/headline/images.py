@@ -102,8 +102,7 @@ class Compiling:
 
 
 def compiling(found: Sequence[Round], steps_per_turn: int) -> Compiling:
-    """Return the cost of compilation. Its seconds are the excess over the usual time, in turns of more than twice
-    that."""
+    """Return the cost of compilation: the excess over the usual time, in turns of more than twice that."""
     pairs = [
         turns for one in map(settled, found) for turns in zip(one[OURS].seconds, one[COMPILED].seconds, strict=True)
     ]

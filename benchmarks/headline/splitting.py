@@ -141,8 +141,7 @@ def relative(difference: torch.Tensor, whole: torch.Tensor) -> float:
 
 
 def work(plan: SplitPlan, caps: list[int]) -> list[dict[str, Any]]:
-    """Run all contenders in turn, window by window. Gradients are compared in the first window, and times after
-    SETTLING windows."""
+    """Run all contenders in turn. Gradients are compared in the first window, and times after SETTLING windows."""
     rows = TokenRows(settling(plan) + plan.drawn(plan.windows * WINDOW_ROWS), plan.shape.vocab)
     before = flat(plan.shape.model().parameters())
     with run_log(), contextlib.ExitStack() as stack:

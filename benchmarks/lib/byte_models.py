@@ -52,8 +52,7 @@ def setups(count: int, seed: int) -> list[Setup]:
 
 
 def byte_rows(texts: Sequence[str], length: int, is_even: bool, seed: int) -> torch.Tensor:
-    """Return bytes of shape (rows, length), padded with 0. ``is_even``: all rows are full; otherwise they have 8 to
-    ``length`` bytes."""
+    """Return bytes of shape (rows, length), padded with 0. ``is_even``: full rows, else of 8 to ``length`` bytes."""
     data = "\n".join(texts).encode()
     draw, rows, start = random.Random(seed), [], 0
     while start + length < len(data):

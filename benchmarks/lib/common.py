@@ -108,8 +108,7 @@ def _is_installed(name: str) -> bool:
 
 
 def not_repeated(name: str, results: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the results in results/NAME.json of runs that are not in ``results``. ``keys``: the fields that identify a
-    run."""
+    """Return the results in results/NAME.json that ``results`` does not repeat. ``keys``: fields that name a run."""
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text())["results"] if path.is_file() else []
     now = {tuple(result[key] for key in keys) for result in results}

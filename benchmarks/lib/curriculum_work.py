@@ -42,8 +42,7 @@ TRIMMED = "token_budget, spoiled removed"
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. ``noise``: the share of spoiled training rows. ``budget``: the share of the full number of
-    epochs."""
+    """One training run. ``noise``: the share of spoiled rows. ``budget``: the share of the full number of epochs."""
 
     part: str
     noise: float
@@ -119,8 +118,7 @@ def text_model(vocab: int = 2048) -> LlamaForCausalLM:
 
 
 def text_base() -> Path:
-    """Return the folder of the base of all text runs. It is pre-trained once on the embedded Python documentation, then
-    cached."""
+    """Return the base of all text runs, which is pre-trained once on the embedded Python documentation and cached."""
     recipe = [TEXT[name] for name in ("hidden", "layers", "base_steps", "base_rate")]
     return build_once(default_cache_dir(None) / "base" / f"curriculum-{digest_of(1, recipe)[:12]}", _pretrain)
 
@@ -138,8 +136,7 @@ def _pretrain(folder: Path) -> None:
 
 @cache
 def _docstrings() -> tuple[list[list[int]], list[list[int]]]:
-    """Return rows for training and rows from held-out modules: one docstring each, without duplicates, not
-    truncated."""
+    """Return training rows, and rows of held-out modules: one docstring each, without duplicates, at full length."""
     module_of: dict[str, str] = {}
     for record in read_embedded("stdlib_source", default_cache_dir(None), "text"):
         for text in _docstrings_of(record.value["text"]):
@@ -191,8 +188,7 @@ def nats_per_token(model: nn.Module, rows: datasets.Dataset) -> float:
 
 
 def padding(longest: int) -> dict[str, float]:
-    """Return processed tokens per real token in one epoch of all training docstrings, truncated to ``longest``
-    tokens."""
+    """Return processed per real tokens in one epoch of all training docstrings, truncated to ``longest`` tokens."""
     lengths = numpy.array([min(len(row), longest) for row in _docstrings()[0]])
     rows = TEXT["batch"]
     planned = {name: CurriculumSampler(lengths, CurriculumSettings(name), rows_per_batch=rows) for name in PLANNED}
@@ -320,8 +316,7 @@ class Watch(TrainerCallback):
 
 
 def run(one: Run) -> dict[str, Any]:
-    """Train, and return the scores by epoch, the rows and tokens, the CPU seconds, and how well the suspects match the
-    spoiled rows."""
+    """Train. Returns scores by epoch, rows and tokens, CPU seconds, and how well suspects match spoiled rows."""
     make = {"text": _text_trainer, "digits": _digit_trainer}[one.part]
     with tempfile.TemporaryDirectory() as scratch:
         trainer, watch, is_spoiled = make(one, scratch)
@@ -394,8 +389,7 @@ def _arguments(scratch: str, **changes: Any) -> TrainingArguments:
 
 
 def _suspects(trainer: SCUTrainer, is_spoiled: numpy.ndarray) -> dict[str, float]:
-    """Compare the rows that the finished run would leave out next with the spoiled ones; {} if it never suspects
-    rows."""
+    """Compare the rows that the run would leave out next with the spoiled ones; {} if it never suspects rows."""
     if trainer.curriculum is None or "noise_guard" not in trainer.curriculum.settings.methods:
         return {}
     suspects = trainer.curriculum.sampler.suspects()

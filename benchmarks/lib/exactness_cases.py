@@ -105,8 +105,7 @@ def _resnet() -> nn.Module:
 
 
 class Plain(nn.Module):
-    """A user's module that computes its own loss in forward. ``late_from``: the call from which the loss has another
-    term."""
+    """A user's module that computes its own loss. ``late_from``: the call from which the loss has another term."""
 
     def __init__(self, loss: Callable, late_from: int = 0, dropout: float = 0.0) -> None:
         super().__init__()

@@ -63,8 +63,7 @@ def contender_of(name: str, steps: int, flags: Sequence[str], compiled: str) -> 
 
 
 def train(turns: Turns, name: str, steps: int, flags: tuple[str, ...]) -> dict[str, Any]:
-    """Train one contender in its own process, and return its held-out score, and its peak above what the loaded job
-    held."""
+    """Train a contender in its own process. Returns its held-out score, and its peak above the loaded job."""
     way, witness = WAYS[name], Witness("cpu")
     with run_log(), tempfile.TemporaryDirectory() as folder:
         job = read(RECIPE, steps, folder, (*flags, *way.flags))

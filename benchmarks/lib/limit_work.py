@@ -143,8 +143,7 @@ def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -
 
 
 def _pieces(trainer: Trainer) -> dict[str, Any]:
-    """Return how ours split: the micro-batches, the tokens with padding, and every change of the size with its
-    reason."""
+    """Return how ours split: micro-batches, tokens with padding, and every change of the size with its reason."""
     statistics = trainer.micro_batches.loop.statistics
     changes = read_rows(Path(trainer.args.output_dir) / MemoryLoop.history_file)
     return {

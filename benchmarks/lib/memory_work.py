@@ -31,12 +31,10 @@ SHORTEST_ROW = 4
 WARM_UP_TOKENS = 8
 
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""Environment in which freed tensors are returned to the kernel immediately, so that a process holds only live
-memory."""
+"""Environment in which freed tensors go back to the kernel immediately, so that a process holds live memory only."""
 
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 * 1024 * MIB)}
-"""Environment in which no memory is returned. This avoids page faults, which vary in number and hide small
-differences."""
+"""Environment in which no memory goes back: the varying number of page faults would hide small differences."""
 
 
 # -- work --------------------------------------------------------------------------------------------------------------

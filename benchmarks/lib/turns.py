@@ -80,8 +80,7 @@ class TakesTurns(TrainerCallback):
 
 @dataclass(frozen=True)
 class Ended:
-    """The results of one contender in one round. ``seconds``: of each turn after the warm-up; ``said``: its own
-    results."""
+    """The results of a contender in a round. ``seconds``: of each turn after the warm-up; ``said``: its own results."""
 
     seconds: list[float]
     said: dict[str, Any]

@@ -76,8 +76,7 @@ LARGE_METHODS = {
     }
 }
 PADDED_LENGTHS = (256, 512, 1024)
-"""Numbers of tokens to which docstrings are truncated when padding is counted, because the saving depends on the spread
-of lengths."""
+"""Tokens to which docstrings are truncated to count padding: the saving depends on the spread of lengths."""
 
 WORK = {"text": "real_tokens", "digits": "rows"}
 

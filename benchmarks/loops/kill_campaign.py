@@ -34,8 +34,7 @@ KILLS_PER_RUN = 8
 
 
 class Chooser:
-    """Chooses when the next start of a run is killed: half by disk operation and half by time, while kills are
-    ``left``."""
+    """Chooses when the next start is killed: half by disk operation, half by time, while kills are ``left``."""
 
     def __init__(self, chance: random.Random, site: Site, whole_s: float, left: int) -> None:
         self._chance, self._site, self._whole_s, self._left = chance, site, whole_s, left

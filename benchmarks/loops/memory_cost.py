@@ -119,8 +119,7 @@ class Switch(TrainerCallback):
         return clocked
 
     def is_on(self, step: int) -> bool:
-        """Whether control is on in ``step``, counted from 0: while the loop measures every micro-batch, then by
-        PATTERN."""
+        """Whether control is on in ``step``, from 0: while every micro-batch is measured, then by PATTERN."""
         return step < SETTLING or PATTERN[step % len(PATTERN)]
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):

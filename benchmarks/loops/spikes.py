@@ -120,8 +120,7 @@ class ListOf(torch.utils.data.Dataset):
 
 
 class ClipRows(Loop):
-    """A contender with the same band: in a spike, outlier rows are scaled down to the usual norm, and the step is
-    kept."""
+    """A contender with the same band: in a spike it scales outlier rows to the usual norm, and keeps the step."""
 
     name = "clip_rows"
 

@@ -114,8 +114,7 @@ STUDIES = {"digits": digits, "text": text}
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return, for each figure, the mean of each model, and the mean difference taught - alone with its standard
-    error."""
+    """Return, for each figure, the mean of each model, and that of taught - alone with its standard error."""
     found = {}
     for name in rows[0]["alone"]:
         gains = [row["taught"][name] - row["alone"][name] for row in rows]

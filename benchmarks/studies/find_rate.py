@@ -77,8 +77,7 @@ TEXTS = {"source": "stdlib_source", "docstrings": "stdlib_docstrings"}
 
 @dataclass(frozen=True)
 class Condition:
-    """A job. ``text``: one of TEXTS, or sums. ``lowest``: the lowest rate. ``settings``: those besides the common
-    ones."""
+    """A job. ``text``: of TEXTS, or sums. ``lowest``: the lowest rate. ``settings``: besides the common ones."""
 
     name: str
     side: str

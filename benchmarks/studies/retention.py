@@ -127,8 +127,7 @@ class Scene:
         return tuned(self.known, self.shape, self.seed, None if self.is_full else rank)
 
     def untuned(self) -> Optional[torch.nn.Module]:
-        """Return the base, which is needed to scale an update of all weights; None with adapters, which contain the
-        update."""
+        """Return the base, to scale an update of all weights; None with adapters, which contain the update."""
         return untuned(self.known, self.shape) if self.is_full else None
 
     @functools.cached_property
@@ -149,8 +148,7 @@ class Scene:
 
 
 def cell(scene: Scene, contender: str, what: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train one cell. ``points`` in the result: at every scale, for ``none`` also during training. ``ours``: the point
-    that the loop chose."""
+    """Train a cell. ``points`` in the result: at every scale, of ``none`` also by step. ``ours``: that of the loop."""
     model = scene.model(what.get("rank", 8))
     loop, on_the_way = _loop(scene, what), Points(scene.point, STOPPED)
     given: dict[str, Any] = {"callbacks": [*([loop] if loop else []), *([on_the_way] if contender == "none" else [])]}

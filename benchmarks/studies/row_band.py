@@ -50,8 +50,7 @@ MOST_FALSE_ALARMS = 1e-4
 
 
 def deviations(losses: Sequence[float]) -> numpy.ndarray:
-    """Return the deviation of each row from FEWEST on, in robust standard deviations above the median of earlier
-    rows."""
+    """Return how far each row from FEWEST on is above the median of earlier rows, in robust standard deviations."""
     values, found = numpy.log(numpy.maximum(losses, 1e-9)), []
     for number in range(FEWEST, len(values)):
         band = values[max(0, number - SPAN) : number]

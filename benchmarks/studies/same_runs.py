@@ -69,8 +69,7 @@ SET_ASIDE = {
     "files > * > bytes": "manifest: the file itself is compared, and its numbers have as many digits as they have",
     "files > * > xxh3_128": "manifest: the file itself is compared",
 }
-"""Values that may differ, and why. Each is the end of the path of a key, with parts joined by " > " that may contain
-``*``."""
+"""Values that may differ, and why: the end of the path of a key, its parts joined by " > ", with ``*`` in any."""
 
 IN_ANY_ORDER = ("notices", "notes")
 """Keys of lists in the order of the loops, which has no meaning."""

@@ -86,8 +86,7 @@ def measured(job: Job, shares: Sequence[float], repeats: int) -> list[Result]:
 
 
 def by_hand(job: Job, room_bytes: int) -> list[Result]:
-    """Return the training as configured, and the best of the search that begins with it. ``search_s``: the seconds of
-    all tries."""
+    """Return the training as configured, and the best of the search from there. ``search_s``: of all its tries."""
     contenders = [AS_CONFIGURED]
     contenders += [
         Contender(BY_HAND, batch_rows=job.batch_rows >> halvings) for halvings in range(1, job.batch_rows.bit_length())

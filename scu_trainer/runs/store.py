@@ -178,8 +178,8 @@ def _is_run(path: Path) -> bool:
 
 
 def find_run(name: str, root: Path) -> Run:
-    """Return the run ``name`` below ``root``, or in the directory ``name``. If there is none, raises SettingsError, which
-    suggests the nearest name."""
+    """Return the run ``name`` below ``root``, or in the directory ``name``. Raises SettingsError, which suggests a
+    name, if there is none."""
     for path in (root / name, Path(name)):
         if _is_run(path):
             return Run(path, path.absolute().name)

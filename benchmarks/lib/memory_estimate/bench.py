@@ -37,8 +37,7 @@ NO_SPINNING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class Bench:
-    """Runs trainings. ``device``: cpu or cuda. ``scratch``: folder for models and runs. ``predicts``: whether to
-    predict."""
+    """Runs trainings. ``device``: cpu or cuda. ``scratch``: folder of models and runs. ``predicts``: predict too."""
 
     def __init__(self, device: str, scratch: Path, predicts: bool = True) -> None:
         self.device, self.scratch, self.predicts = device, scratch, predicts
@@ -54,8 +53,7 @@ class Bench:
     def run(
         self, flags: Sequence[str], *options: str, allocator: Optional[dict[str, str]] = None, threads: int = 2
     ) -> dict[str, Any]:
-        """Run one training in a fresh process. Returns ``code``, ``error`` (the end of its output) and, if it
-        succeeded, ``bytes``."""
+        """Run a training in a fresh process. Returns ``code``, ``error`` (the last output) and on success ``bytes``."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             facts, output_dir = Path(folder) / "facts.json", Path(folder) / "run"
             script = str(Path(__file__).with_name("run.py"))
