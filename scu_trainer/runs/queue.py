@@ -160,7 +160,7 @@ class DeviceQueue:
 
 
 def wait_for_turn(
-    line: DeviceQueue,
+    queue: DeviceQueue,
     place: QueueEntry,
     lacks: Callable[[], Optional[str]],
     tell: Callable[[str], None],
@@ -169,8 +169,8 @@ def wait_for_turn(
     """Wait until it is the turn of ``place`` and ``lacks`` returns None. ``tell`` gets each new reason for waiting."""
     last_reason = ""
     while True:
-        is_turn = line.take_turn(place)
-        reason = lacks() if is_turn else f"for {line.device}"
+        is_turn = queue.take_turn(place)
+        reason = lacks() if is_turn else f"for {queue.device}"
         if reason is None:
             return
         if reason != last_reason:

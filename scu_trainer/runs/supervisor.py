@@ -111,11 +111,11 @@ class _Supervisor:
         limits = (options.max_ram_percent, options.max_gpu_percent)
         record = self.run.change(devices=tuple(chosen))
         for name in chosen:
-            line = DeviceQueue(name, self.backend.lines, self.backend.machine)
-            place = line.join(record.process, self.run.path)
+            queue = DeviceQueue(name, self.backend.lines, self.backend.machine)
+            place = queue.join(record.process, self.run.path)
             lacks = functools.partial(self.backend.lacking, name, *limits)
-            wait_for_turn(line, place, lacks, self._report_waiting, self.backend.sleep)
-            line.keep_through_exec()
+            wait_for_turn(queue, place, lacks, self._report_waiting, self.backend.sleep)
+            queue.keep_through_exec()
         os.environ.update(room.visible_devices(chosen))
         return self._bind_to_node(record, chosen)
 
@@ -132,8 +132,8 @@ class _Supervisor:
         found, asked = self.backend.devices(), record.options.device
         if asked == "auto" and record.options.launcher != "python":
             return sorted(found)  # a launcher starts a process on each
-        lines = {device: DeviceQueue(device, self.backend.lines, self.backend.machine) for device in found}
-        return [room.choose_device(asked, found, lambda device: len(lines[device].waiting()))]
+        queues = {device: DeviceQueue(device, self.backend.lines, self.backend.machine) for device in found}
+        return [room.choose_device(asked, found, lambda device: len(queues[device].waiting()))]
 
     def _report_waiting(self, waiting: str) -> None:
         print(f"waiting {waiting}", flush=True)
