@@ -68,7 +68,6 @@ class Deliveries:
         return batch
 
     def _require_cuttable_text(self, inputs: Any) -> None:
-        """Raise ControlError unless the batch is text that can be cut off on the right."""
         mask, width = inputs.get("attention_mask"), _width(inputs)
         others = [
             name

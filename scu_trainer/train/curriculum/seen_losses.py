@@ -18,7 +18,8 @@ from scu_trainer.train.step.recovery.second_try import second_try
 logger = logging.getLogger("scu_trainer")
 
 MOST_BAD_ROWS = 16
-"""Number of consecutive rows without a finite loss at which the model is at fault and not the data."""
+"""Number of consecutive rows, from several batches, without a finite loss at which the model and not the data is at
+fault."""
 
 PENDING_BATCHES = 256
 """Maximum number of batches with losses on the device; then they move to the host together."""

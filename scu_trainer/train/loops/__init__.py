@@ -53,7 +53,7 @@ ORDER = (
     NonFiniteGuard,  # may undo the step, so the loops after it must not have learned from it yet
     EarlyStopping,  # before the curriculum, which asks on resume whether any step is left
     MemoryLoop,
-    CurriculumLoop,  # after memory: it chooses the rows that micro-batches are made of
+    CurriculumLoop,  # after MemoryLoop: that one groups the rows that this one chooses
     RegularizationLoop,  # measures the weights after the step, and decays them
     NotMeasured,  # replaces the loop before it
     WeightAverage,  # after regularization: averages the weights as it leaves them
@@ -110,7 +110,7 @@ def make_loops(
     chunked_loss = "never" if memory is None else memory.resolved_chunked_loss
     padding_free = False if memory is None else memory.resolved_padding_free
     if curriculum is not None or chunked_loss != "never" or padding_free is not False:
-        # A partial and not a lambda, so that a copy of the trainer gets a partial of its own.
+        # A partial and not a lambda, so that in a copy of the trainer it refers to the copy.
         trainer.new_loss_path = partial(LossPath, trainer, chunked_loss, padding_free)
         trainer.loss_path = trainer.new_loss_path()
     if regularization is not None:

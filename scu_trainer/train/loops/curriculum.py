@@ -73,7 +73,7 @@ class CurriculumLoop(Loop):
     """The curriculum of one training run; writes ``curriculum.json``. ``LossPath`` reports losses to it.
 
     ``notices``: what the user should know at the end of the run. Raises SettingsError for arguments that would also
-    choose samples, and ControlError for data that samples cannot be numbered in.
+    choose samples, and ControlError for data whose samples cannot be numbered.
     """
 
     name = "curriculum"
@@ -155,7 +155,7 @@ class CurriculumLoop(Loop):
                 sampler_fn=lambda dataset: self.sampler,
                 is_training=True,
             )
-        # Needed for ``loader.total_batch_size``; set late, or accelerate would treat batches of other sizes as cut.
+        # For ``loader.total_batch_size``; set late, or accelerate would treat batches of other sizes as incomplete.
         self.sampler.batch_size = trainer._train_batch_size
         return loader
 

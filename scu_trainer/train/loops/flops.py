@@ -70,9 +70,10 @@ def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[to
 
 
 def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional[FlopCount], Optional[str]]:
-    """Return (count for a few rows of ``inputs``, why there is none). Leaves weights, gradients and RNG unchanged.
+    """Return (count for a few rows of ``inputs``, why there is none).
 
-    Counts in evaluation mode, so that activation checkpointing does not count twice.
+    Weights, gradients, statistics and RNG stay as they are. Counts in evaluation mode, so that activations recomputed
+    by checkpointing do not count twice.
     """
     if not isinstance(inputs, Mapping):
         return None, f"a batch is a {type(inputs).__name__}"

@@ -64,7 +64,7 @@ DESCRIPTIONS = {
 
 
 class NonFiniteGuard(Loop):
-    """Checks every step of a training, before all other loops except ``OverflowWatch``.
+    """Checks every training step, before all loops that act on an optimizer step except ``OverflowWatch``.
 
     ``skipped_steps``: in the whole run. ``in_a_row``: non-finite steps in a row up to now. ``buffers``: the model's
     buffers that change in training. Raises NonFiniteLoss, on all ranks, if more than
@@ -210,7 +210,7 @@ class NonFiniteGuard(Loop):
         loss = sum(losses)
         faults = [not math.isfinite(number) for number in (loss, norm)]
         finite = [0.0 if is_bad else number for number, is_bad in zip((loss, norm), faults, strict=True)]
-        found = [*faults, self._has_learned, *finite]
+        found = [*faults, self._has_trained_rows, *finite]
         if self.trainer.accelerator.num_processes == 1:
             return found
         shared = torch.tensor(found, dtype=torch.float32, device=device)  # each rank has its own loss
@@ -218,7 +218,7 @@ class NonFiniteGuard(Loop):
         return shared.tolist()
 
     @property
-    def _has_learned(self) -> bool:
+    def _has_trained_rows(self) -> bool:
         """Whether any row of this rank was trained on; single rows without a finite loss are set aside."""
         path = self.trainer.loss_path
         return not self._tracks_rows or path.has_trained_rows or not path.was_asked
@@ -343,7 +343,7 @@ class NonFiniteGuard(Loop):
         return f"the newest checkpoint is {found[0].name}" if found else "there is no checkpoint to go back to"
 
     def on_nonfinite(self, error: NonFiniteLoss) -> NoReturn:
-        """Take a checkpoint and raise. ``error``: many rows in a row gave no finite loss, on this rank."""
+        """Save a checkpoint, if this is the only rank, and raise. ``error``: many rows in a row had no finite loss."""
         self.require_finite_weights()
         if self.trainer.accelerator.num_processes > 1:  # the other ranks are inside the step and cannot join a save
             raise error

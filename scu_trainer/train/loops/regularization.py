@@ -88,7 +88,7 @@ class RegularizationLoop(Loop):
         """Without micro-batches, find out whether the loss ignores the item count that it is given."""
         trainer = self.trainer
         if trainer.micro_batches is not None or self._ignores_items is not None or trainer.loss_is_scaled_for_ga:
-            return  # such a loss may divide by the accumulation steps itself, as GRPO's does
+            return  # a loss with this flag may divide by the accumulation steps itself, as GRPO's does
         if self._analysis.own_step.per_batch:  # a trial would generate
             return
         over_ranks = num_items is not None and trainer.accelerator.num_processes > 1

@@ -1,7 +1,7 @@
 """Keep an exponential moving average of the trained weights for evaluations and the final model.
 
-The average is updated after each optimizer step, and after the regularization loop's decay that follows it. Training
-itself does not use it: the weights of every step are those of a training without it, bit for bit.
+The average is updated after each optimizer step and the regularization loop's decay that follows it. Training itself
+does not use it: the weights of every step are those of a training without it, bit for bit.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class WeightAverage(Loop):
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Put the averages into the model; does nothing outside of training and before its first step."""
+        """Put the averages into the model meanwhile; does nothing outside of training or before its first step."""
         if not self.trainer.is_in_train or not self._count:
             yield
             return
@@ -296,7 +296,7 @@ def is_schedule_free_class(kind: type) -> bool:
 
 
 def may_be_schedule_free(trainer: Trainer) -> bool:
-    """Return whether the optimizer may be schedule-free; a user's ``create_optimizer`` is only known in training."""
+    """Return whether the optimizer may be schedule-free; a user's ``create_optimizer`` may make one."""
     is_own = type(trainer).create_optimizer is not Trainer.create_optimizer
     return is_own or own_schedule_free(trainer) is not None or is_schedule_free(trainer.args)
 

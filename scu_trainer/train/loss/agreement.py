@@ -23,7 +23,7 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED, PADDING, has_time, 
 from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_out_of_memory
 
 Found = tuple[Optional[bool], Optional[str]]
-"""(whether it gives the stock loss, why it does not). None: the loss is not finite, or cannot be checked yet."""
+"""(whether it gives the stock loss, why it does not). None: the loss is not finite, or the model cannot run yet."""
 
 MOST_COLUMNS = 32
 
@@ -142,7 +142,7 @@ def agrees_on_rows(
     padding_free: bool,
     shares_prefixes: bool = False,
 ) -> Found:
-    """Check, on two rows of different length in evaluation mode, the loss of the model and of each row by its logits.
+    """Check on two rows of different length, in evaluation mode, that all losses equal those that the logits give.
 
     With ``padding_free``, the first row must not change the second. ``shares_prefixes``: the rows begin with the same
     tokens, which are computed once.
@@ -224,7 +224,6 @@ def _loss(
     with_gradient: bool = False,
     num_items: Any = None,
 ) -> torch.Tensor:
-    """Return the loss as the trainer computes it inside ``context``."""
     with torch.set_grad_enabled(with_gradient), context, trainer.compute_loss_context_manager():
         return trainer._stock_loss(trainer.model, type(batch)(batch), False, num_items)
 

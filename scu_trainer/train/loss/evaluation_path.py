@@ -141,10 +141,10 @@ class EvaluationPath:
     ) -> bool:
         """``kind``: ``opened`` or ``headless``. ``instead``: what the log says is done if the losses differ."""
 
-        def way(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
+        def make_context(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
             return kind(self.model, None, seen.append, rows)
 
-        given = input_device(self.model), way, self._low_precision, padding_free, shares_prefixes
+        given = input_device(self.model), make_context, self._low_precision, padding_free, shares_prefixes
         agrees, reason = agrees_on_rows(self.model, *given)
         if reason is not None:
             logger.info("in evaluation %s: %s", instead, reason)
@@ -171,7 +171,10 @@ class LeanPrediction:
         self._path = None
 
     def make_lean(self, predict: Predict, loss_only: bool) -> Predict:
-        """Return ``predict`` without unneeded outputs: only the loss, or also the scores of rows."""
+        """Return ``predict`` so that it computes only the loss, or also the scores of rows (``preprocess_logits``).
+
+        Where other code needs the outputs, ``predict`` is returned unchanged.
+        """
         trainer = self.trainer
         scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
         if not (loss_only or scores_rows) or not has_causal_loss(trainer) or not is_read_by_stock_alone(trainer):

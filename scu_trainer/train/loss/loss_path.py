@@ -147,12 +147,12 @@ class LossPath:
         known = self._shares_prefixes
         # Audits switch randomness off, so they would not show that rows need random numbers of their own.
         may_share = self.is_planned and known is not False if self._is_recording else known is True
-        rounded_up_size = self.is_planned and self.wants_few_sizes
-        rows = end_to_end(inputs, self._max_row_tokens, may_share, rounded_up_size, self.token_cap)
+        few_sizes = self.is_planned and self.wants_few_sizes
+        rows = end_to_end(inputs, self._max_row_tokens, may_share, few_sizes, self.token_cap)
         if rows is None or rows.prefixes is None or known:
             return rows
         self._shares_prefixes = self._may_share_prefixes(inputs)
-        return end_to_end(inputs, self._max_row_tokens, self._shares_prefixes is True, rounded_up_size, self.token_cap)
+        return end_to_end(inputs, self._max_row_tokens, self._shares_prefixes is True, few_sizes, self.token_cap)
 
     def _may_share_prefixes(self, inputs: Any) -> Optional[bool]:
         """Return whether rows may share prefixes; None if this batch cannot show it because its loss is not finite."""
@@ -295,7 +295,6 @@ class LossPath:
         return all(shown for shown, _ in found), any(needed for _, needed in found)
 
     def _fits_other_labels(self, inputs, outputs, num_items) -> bool:
-        """Return whether the reading also explains the loss when the labels are replaced by others."""
         labels, logits, changed = inputs.get("labels"), logits_of(outputs), {}
         if self._may_fit_by_chance(labels, outputs):
             changed = {"labels": with_wrong_labels(labels, logits.size(-1))}
@@ -378,7 +377,7 @@ class LossPath:
         return kind
 
     def _may_be_opened(self, inputs: Any) -> bool:
-        """Return whether the loss is the model's own and user code does not change it in a way that matters."""
+        """Return whether the loss is the model's own, and scales with row weights if user code computes with it."""
         if not has_causal_loss(self.trainer):
             return False
         return self._user_code is None or scales_with_row_weights(self.trainer, self.inputs_for_model(inputs))
@@ -423,8 +422,8 @@ class LossPath:
     ) -> Optional[bool]:
         """Return whether the loss computed this way equals the stock loss; None to check again with the next batch.
 
-        ``obstacle``: why it cannot be used at all, if known. ``instead``: what to set instead of a ``setting`` that
-        insists on it; SettingsError is raised then.
+        ``obstacle``: why it cannot be used at all, if known. ``instead``: what to set instead, if the user's
+        ``setting`` insists on it; then an obstacle raises SettingsError.
         """
         found = None
         if not obstacle:
@@ -465,5 +464,4 @@ def _require_pair(trainer: Trainer, found: Any) -> tuple[torch.Tensor, Any]:
 
 
 def without_sample_index(inputs: Any) -> Any:
-    """Return the batch without its sample indices."""
     return type(inputs)({name: value for name, value in inputs.items() if name != SAMPLE_INDEX})

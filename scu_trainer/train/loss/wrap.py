@@ -144,7 +144,7 @@ class WrappedModule(nn.Module):
                 for start in starts
             ]
             has_rows = all(has_one_entry_per_row(outputs, len(targets)) for outputs, targets in parts)
-            if has_rows and count % ROWS_TO_ASK == 0:  # all parts have the same size, and the outputs by chance, too
+            if has_rows and count % ROWS_TO_ASK == 0:  # all parts have one size, which the outputs may have by chance
                 has_rows = self._keeps_fewer_rows(prepare(_slice_rows(few_rows, 0, ROWS_TO_ASK - 1)))
             joined = join([outputs for outputs, _ in parts]) if has_rows else None
             self.row_loss.find_kind(joined, torch.cat([targets for _, targets in parts]))
@@ -225,7 +225,9 @@ def _named_parameters(module: nn.Module) -> Optional[list[str]]:
 
 
 def prepare_wrapped_trainer(trainer: Trainer) -> None:
-    """Prepare a trainer of a wrapped module: use its collator and keep all columns. Other models are left as they are.
+    """Prepare a trainer of a wrapped module: keep all columns, and use its collator if no other was given.
+
+    Other models are left as they are.
 
     Raises DataError if the first item cannot be trained on, SettingsError for arguments that change the loss, and
     ControlError under FSDP.
@@ -293,7 +295,10 @@ def _rows_to_ask(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Opti
 
 
 def weighted_items(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
-    """Return ``items`` as counted by the stock Trainer; with class weights, the total weight of all ranks' labels."""
+    """Return ``items`` as counted by the stock Trainer; with class weights, the total weight of the labels.
+
+    The weight is that of all ranks if the Trainer averages over the items of all.
+    """
     model = trainer.model
     if items is None or not isinstance(model, WrappedModule) or model.row_loss.kind != "targets":
         return items

@@ -46,7 +46,7 @@ from scu_trainer.train.step.batches.rows import NOT_LEARNED
 logger = logging.getLogger("scu_trainer")
 
 MOST_SINGLE_CLASS_STEPS = 5
-"""Steps with a single class that are skipped in the hope that another class follows."""
+"""From this step on a single class decides the kind; before, another class may still follow."""
 
 MOST_CHECKS = 200
 """Maximum number of steps in which the loss is checked again because new classes appeared."""
@@ -250,7 +250,7 @@ class RowLoss(nn.Module):
         return Observation({TARGET: few_targets}, len(few_targets), whole, parts)
 
     def _kind_from_single_row(self, declared_targets: Optional[Targets]) -> Optional[str]:
-        """Return the kind that a single row shows, because a single row is both its own mean and its own sum."""
+        """Return the kind that the loss declares, or None: the value for a single row is both the mean and the sum."""
         if declared_targets is not None:
             return declared_targets.kind
         if _declared_option(self.loss, "reduction") == "sum":
@@ -335,7 +335,6 @@ class RowLoss(nn.Module):
         return functools.partial(loss, reduction="none") if takes else None
 
     def _by_reduction_none(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Call the loss once with ``reduction="none"``."""
         elements = self._without_reduction()(outputs, targets).reshape(len(targets), -1)
         if self.kind == "sum":
             return elements.sum(dim=1)
@@ -401,7 +400,7 @@ def _explain_class_errors(outputs: Any, targets: torch.Tensor) -> Iterator[None]
 
 @dataclass
 class _LossFindings:
-    """What is known about a loss; unlike the module's buffers, it is not restored after a trial.
+    """What is known about a loss; unlike numbers among the module's attributes, it is not restored after a trial.
 
     ``targets``: with kind "targets" only. ``known``: whether the called function shows it. ``checks``: number of steps
     in which new classes were checked.

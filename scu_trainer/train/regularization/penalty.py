@@ -1,7 +1,7 @@
 """The description length of trained weights, and the two ways in which lambda acts on them.
 
 With a Gaussian prior of standard deviation sigma around w0, describing weights w costs ||w - w0||^2 / (2 sigma^2) nats,
-up to a constant that training cannot change. Per token of N and in bits:
+up to a constant that training cannot change. Spread over N tokens, in bits:
 
     ParamBPT = ||w - w0||^2 / (2 sigma^2 N ln 2)
 
@@ -298,7 +298,7 @@ def _rounding_noise(weight: torch.Tensor, generator: torch.Generator) -> torch.T
 
 def _decay_by_noise(weight: torch.Tensor, start: torch.Tensor, shrink: float, noise: torch.Tensor) -> None:
     exact = torch.lerp(weight.float(), start.float().expand_as(weight), shrink)
-    # bfloat16 is the upper half of float32, so adding noise to the lower half and cutting it off rounds at random.
+    # bfloat16 is the upper half of float32: noise in the lower half, then cut off, rounds the magnitude up at random.
     weight.copy_(((exact.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
 
 
@@ -311,7 +311,6 @@ def _decayed_copy(weight: torch.Tensor, start: torch.Tensor, shrink: float) -> t
 
 
 def _reject_unusable(named: dict[str, nn.Parameter]) -> None:
-    """Raise ControlError for trainable weights that cannot be decayed here."""
     for name, parameter in named.items():
         if parameter.dtype == torch.float16:
             raise ControlError(

@@ -25,7 +25,7 @@ PROBE_DECISION = 2
 """Decision at which the loop first checks that it can act; by then the weights have left w0."""
 
 OUTLOOK_STEPS = 16
-"""Step of the first prediction where S will end; the next ones follow each time the number of steps has doubled."""
+"""Step of the first prediction of where S will end; the next ones follow each time the number of steps has doubled."""
 
 STUCK_DECISIONS = 20
 """Decisions in a row with lambda at its upper bound and S above target after which the loop reports lost control."""
@@ -136,7 +136,6 @@ class Regularizer:
         self._loaded = saved
 
     def _check_same_measure(self, saved: dict[str, Any]) -> None:
-        """Raise CheckpointError if S was measured with other settings in the checkpoint."""
         for name in ("law", "measure", "prior", "sigma", "tokens"):
             if saved.get(name) != getattr(self.settings, name):
                 raise CheckpointError(

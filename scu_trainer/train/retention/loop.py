@@ -62,8 +62,8 @@ class Retention(Loop):
     Use as ``SCUTrainer(..., callbacks=[Retention(anchor, settings, collate)])``.
 
     collate: turns rows of ``anchor`` into a batch for the model. base: loads the model that full tuning began with, or
-    the adapter that is continued, for scaling the update at the end; new adapters need none. own_rows: held-out rows of
-    the training task, to measure what scaling costs.
+    a continued adapter as it was before, for scaling the update at the end; new adapters need none. own_rows: held-out
+    rows of the training task, to measure what scaling costs.
 
     Raises ControlError if weights are sharded, or if lambda is the actuator and there is no loop to act through.
     """
@@ -137,7 +137,6 @@ class Retention(Loop):
         self._started_s = time.perf_counter()
 
     def _require_finite(self) -> None:
-        """Raise ControlError if the base has a non-finite loss on a row of the anchor."""
         for part, scores in self._base.items():
             bad = int((~numpy.isfinite(scores[:, 0])).sum())
             if bad:
@@ -317,7 +316,6 @@ class Retention(Loop):
         self.seconds_at_the_ends += time.perf_counter() - started_s
 
     def _noise_notices(self) -> list[str]:
-        """Return a notice if the measurements were too noisy for the budget."""
         error, budget = self.state.error_bits, self.law.budget_bits
         if not self.state.measurements or error <= budget / 2:
             return []

@@ -71,8 +71,8 @@ class NonFinitePlace:
 def locate_nonfinite(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> NonFinitePlace:
     """Return where the failed step stopped being finite.
 
-    ``batches``: this rank's accumulation batches of the failed step. ``num_items``: the divisor of its losses. Raises
-    no errors; what goes wrong during the search is in ``reason``.
+    ``batches``: this rank's accumulation batches of the failed step. ``num_items``: the divisor of its losses. If the
+    rows cannot run again, ``reason`` says why.
     """
     weight = nonfinite_weight(trainer.model)
     if weight is not None:
@@ -150,7 +150,6 @@ def _local_zero3_part(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _find_bad_input(trainer: Trainer, batches: Sequence[Any]) -> Optional[NonFinitePlace]:
-    """Return the first input with a non-finite number; None if there is none."""
     for number, inputs in enumerate(batches):
         count = rows_of(trainer.model, inputs).rows
         for name, value in inputs.items() if isinstance(inputs, Mapping) else ():

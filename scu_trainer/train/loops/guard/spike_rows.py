@@ -51,8 +51,8 @@ def find_outlier_rows(
 ) -> tuple[NonFinitePlace, tuple[int, ...]]:
     """Return (the rows as messages name them, their sample numbers if known), the same on all ranks.
 
-    ``batches``: this rank's accumulation batches. ``num_items``: the divisor of their losses. Raises no errors; what
-    goes wrong during the search is in ``reason``.
+    ``batches``: this rank's accumulation batches. ``num_items``: the divisor of their losses. If the rows cannot run
+    again, ``reason`` says why.
     """
     if is_sharded(trainer):
         return NonFinitePlace(reason=SHARDED), ()
@@ -101,7 +101,6 @@ def _samples(part: Part) -> tuple[int, ...]:
 
 
 def _pick_far_parts(measured: Sequence[_PartGradient]) -> tuple[NonFinitePlace, tuple[int, ...]]:
-    """Return the parts with a gradient norm far above the median."""
     if len(measured) == 1:
         (part,) = measured
         if len(part.names) == 1:

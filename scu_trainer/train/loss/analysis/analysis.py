@@ -61,11 +61,10 @@ class LossAnalysis:
     """Find out how the training loss combines rows, and check while training that this still holds.
 
     ``reduction``: how the loss adds up over rows; None until it is known, and then no batch may be split.
-    ``own_step``: what is known about a user's own ``training_step``. ``is_multiplied_by_ranks``: whether the loss
-    is multiplied by the number of ranks, as in the stock compute_loss if items are counted over all ranks, because DDP
-    averages.
-    ``notices``: warnings that the loss is not what it seemed to be. ``audits``: number of passed audits. ``seconds``:
-    host time spent on trials and audits.
+    ``own_step``: what is known about a user's own ``training_step``. ``is_multiplied_by_ranks``: whether the loss is
+    multiplied by the number of ranks, as in the stock compute_loss if items are counted over all ranks, because DDP
+    averages. ``notices``: warnings that the loss is not what it seemed to be. ``audits``: number of passed audits.
+    ``seconds``: host time spent on trials and audits.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -230,7 +229,7 @@ class LossAnalysis:
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
-        """Run a trial on a few rows of ``batches``. If a rank is lost or out of memory, all ranks fail together."""
+        """Run a trial on a few rows of ``batches``. If ranks wait for each other, a failed allocation or rank raises."""
         trainer, lost = self.trainer, []
         waits = needs_all_ranks(trainer)
 
@@ -372,7 +371,6 @@ class LossAnalysis:
         return self.trainer.state.global_step + 1
 
     def _stop_splitting(self, found: Audited) -> None:
-        """Stop splitting batches because an audit failed."""
         if found.of_value > tolerance_of(self.trainer):
             parts = f"but the sum over their micro-batches is {found.parts:.6g}"
             reason, of = f"the loss of {found.rows} rows together is {found.whole:.6g}, {parts}", found.of_value

@@ -23,7 +23,7 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 MOST_DOUBLINGS = 15
-"""Maximum power of two by which a small loss is multiplied before its gradient; float16 has no larger one."""
+"""A small loss is multiplied by at most 2 to this power before its gradient; float16 has no larger power of two."""
 
 SAMPLE_SHARE = 1 / 16
 """Share of a window's tokens in all audits but the first, which uses all (benchmarks/loops/loss_analysis_cost.py)."""

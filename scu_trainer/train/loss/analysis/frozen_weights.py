@@ -110,7 +110,7 @@ def frozen_weights(model: nn.Module, owner: Any = None) -> list[torch.Tensor]:
 
 
 def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any], ask_one: Callable[[], Any]) -> Optional[str]:
-    """Name a buffer to which a forward writes something that depends on the batch; None if there is none.
+    """Name a buffer or attribute that keeps something of each batch; None if there is none.
 
     That is a buffer that every ``ask``, of the same rows, changes, such as "the buffer norm.mean" (a running mean and
     not a cache), or one that has other values after ``ask_one``, of one of these rows. A number that goes up by one
@@ -129,9 +129,9 @@ def written_buffer(model: nn.Module, owner: Any, ask: Callable[[], Any], ask_one
     moved = [key for key in found if key not in numbers or after[key].item() != numbers[key] + 1]
     if not moved:
         ask_one()
-        # A layer may keep its term of the loss in an attribute, to be added to the loss, and sets it in each forward.
-        as_long = {key: one for key, one in _buffers(model, owner).items() if key.is_buffer and key not in found}
-        moved = [key for key in _changed_keys(after, as_long) if after[key].shape == as_long[key].shape]
+        # Only buffers: a layer may keep its term of the loss in an attribute, which it sets in each forward.
+        after_one_row = {key: one for key, one in _buffers(model, owner).items() if key.is_buffer and key not in found}
+        moved = [key for key in _changed_keys(after, after_one_row) if after[key].shape == after_one_row[key].shape]
     return next((f"the {'buffer' if key.is_buffer else 'attribute'} {key.name}" for key in moved), None)
 
 

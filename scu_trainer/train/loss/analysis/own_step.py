@@ -45,7 +45,7 @@ class OwnStep:
 
     ``owner``: the class that defines it; None for transformers' and TRL's. ``is_seen``: whether it has been watched.
     ``deviation``: how it differs from the stock step, as the end of a sentence. ``exchange``: see ``exchange_in``.
-    ``per_batch``: why batches run whole in a step of TRL. ``hooked``: names a weight with a hook that acts in backward.
+    ``per_batch``: why batches run whole in a step of TRL. ``hooked``: the weight with a hook that ``find_hooks`` found, as a phrase.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -185,8 +185,6 @@ class _Watch:
         return prepare_and_record
 
     def wrap_compute_loss(self, compute_loss):
-        """Wrap ``compute_loss`` to record what it is called with."""
-
         def recorded(model, inputs, return_outputs=False, num_items_in_batch=None):
             self._look_for_draws()
             self._random = None
@@ -214,7 +212,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def watch_zero_grad(self) -> Iterator[None]:
-        """Watch ``zero_grad``: in a first step there are no gradients to compare, but later it would delete some."""
+        """Watch ``zero_grad``: the first step has no gradients that it could clear, but later micro-batches have."""
         trainer = self._trainer
         owners = {id(holder): holder for holder in (trainer.model, trainer.model_wrapped, trainer.optimizer)}
         owners[0] = inner_optimizer(trainer.optimizer)
@@ -232,7 +230,7 @@ class _Watch:
         return zero_grad_and_record
 
     def _look_for_draws(self) -> None:
-        """Detect random numbers drawn before the loss, which are drawn once per batch; later draws are per row."""
+        """Detect random numbers drawn once per batch, that is, neither while the batch is prepared nor in the loss."""
         if self._random is not None:
             self._draws |= self._random != _random_states(self._trainer.model)
 

@@ -171,7 +171,7 @@ class _Work:
 def _order(
     targets: Tensor, token_weights: Optional[Tensor], weight: Tensor, host_targets: Optional[Tensor] = None
 ) -> tuple[Tensor, int]:
-    """Return ``order`` and ``learned`` of _Work. Waits for the device once."""
+    """Return ``order`` and ``learned`` of _Work. Waits for the device once unless ``host_targets`` suffice."""
     if host_targets is not None and token_weights is None:
         order, learned = _order(host_targets, None, weight)
         return (order.pin_memory() if targets.is_cuda else order).to(targets.device, non_blocking=True), learned

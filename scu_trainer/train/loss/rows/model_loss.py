@@ -3,7 +3,8 @@
     opened     the same operations as the stock loss, but the losses of tokens are kept
     headless   the output head returns the hidden states, and the loss is computed from them some tokens at a time
 
-Neither changes the model's code: only its ``loss_function`` is replaced, for one forward.
+Neither changes the model's code: its ``loss_function``, and where needed the forward of body, head and embedding, are
+replaced for one forward.
 """
 
 from __future__ import annotations

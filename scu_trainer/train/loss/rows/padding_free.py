@@ -52,10 +52,9 @@ class EndToEnd:
     ``lengths``: number of tokens of each row. ``shape``: (rows, time) with padding. ``places`` (tokens,): index of each
     token in (rows · time,). ``positions`` (1, tokens): position of each token in its row. ``borders`` (rows + 1,),
     int32: number of tokens before each row, and of all. They are on the model's device; ``known_places`` are the places
-    on the host. ``prefixes``: prefixes that rows share, if any. ``wants_few_sizes``: whether filler tokens are added in
-    layers, attention and head, up to one of ``rounded_up_size``; in the layers up to ``token_cap`` at most. ``seen``:
-    number of tokens in each pass through the layers. ``attended``: filled by ``_attention`` whenever it
-    uses these rows.
+    on the host. ``prefixes``: prefixes that rows share, if any. ``wants_few_sizes``: whether layers, attention and head
+    get filler tokens, up to ``rounded_up_size``; the layers at most up to ``token_cap``. ``seen``: number of tokens in
+    each pass through the layers. ``attended``: gets an entry from each ``_attention`` call that uses these rows.
     """
 
     lengths: tuple[int, ...]
@@ -90,10 +89,10 @@ def end_to_end(
 ) -> Optional[EndToEnd]:
     """Return the rows of a batch end to end, or None if that is useless or impossible.
 
-    It is useless without padding or shared prefixes. It is impossible with padding on the left or labels in the
-    padding, rows of more than ``most_tokens`` tokens, or a mask that is not known on the host. ``shares_prefixes``:
-    whether shared prefixes may be computed once. ``wants_few_sizes``: as in EndToEnd; then rows without padding are
-    laid out, too.
+    It is useless without padding or shared prefixes. It is impossible with inputs other than ``NEEDED``, padding on the
+    left or labels in it, rows of more than ``most_tokens`` tokens, or a mask or labels that are not known on the host.
+    ``shares_prefixes``: whether shared prefixes may be computed once. ``wants_few_sizes``: as in EndToEnd; then rows
+    without padding are laid out, too.
     """
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if set(inputs) != NEEDED or not torch.is_tensor(mask) or not torch.is_tensor(labels):

@@ -161,6 +161,6 @@ def _allocations_may_fail() -> bool:
 
 @functools.cache
 def _counts_every_page(root: Path = cgroup.ROOT) -> bool:
-    """Return whether Linux does not overcommit memory, so that allocations fail instead of a later process kill."""
+    """Return whether Linux does not overcommit memory, so that allocations fail instead of the process being killed."""
     setting = root / "proc" / "sys" / "vm" / "overcommit_memory"
     return setting.is_file() and setting.read_text().strip() == "2"

@@ -67,7 +67,7 @@ def shared_prefixes(ids: Tensor, lengths: Tensor, places: Tensor) -> Optional[Sh
     """
     if len({tuple(beginning) for beginning in ids[:, :FEWEST_TOKENS].tolist()}) == len(ids):
         return None
-    # After sorting, each row has its longest common prefix with the row before it.
+    # After sorting, no earlier row shares a longer prefix with a row than the one directly before it.
     order = torch.tensor(sorted(range(len(ids)), key=ids.tolist().__getitem__))
     rows, ends = ids[order], lengths[order]
     alike = rows[1:].eq(rows[:-1]).cumprod(dim=1).sum(dim=1)
