@@ -111,7 +111,7 @@ def check_reading(settings: CurriculumSettings, reading: Optional[RowLossReading
 
 
 def check_loss_path(settings: CurriculumSettings, trainer_name: str) -> str:
-    """Return what a curriculum reports if a subclass replaces ``compute_loss``. Raises ControlError if it uses any method."""
+    """Return the notice for a subclass that replaces ``compute_loss``. Raises ControlError if any method is used."""
     if settings.methods:
         raise ControlError(
             f"curriculum {settings.curriculum} reads and weights the losses of rows in the trainer's own compute_loss, "

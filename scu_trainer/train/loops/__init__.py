@@ -124,10 +124,8 @@ def make_loops(
 
 
 def _make_regularization(trainer: Trainer, settings: RegularizationSettings, tokens: Optional[float]) -> Loop:
-    """Return the regularization loop, or ``NotMeasured`` if S cannot be measured and lambda is not requested.
-
-    Raises ControlError if lambda is requested but could not act.
-    """
+    """Return the regularization loop, or ``NotMeasured`` if S cannot be measured and lambda is not requested. Raises
+    ControlError if lambda is requested but could not act."""
     is_count = tokens is None or (isinstance(tokens, Real) and tokens > 0)
     require(is_count, f"regularization_tokens is {short(tokens)}; it must be 1 or more, or None for an estimate")
     try:

@@ -18,11 +18,8 @@ PARTS = ("data", "forward", "backward", "optimizer")
 
 
 class PartTimes:
-    """Wall times of the parts of a trainer's steps, from ``start`` to ``stop``.
-
-    On a GPU each part waits for the device, but only in timed steps. ``other``, the remaining time, is the host: loops,
-    callbacks, logs.
-    """
+    """Wall times of the parts of a trainer's steps, from ``start`` to ``stop``. On a GPU each part waits for the
+    device, but only in timed steps. ``other``, the remaining time, is the host: loops, callbacks, logs."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -160,10 +160,8 @@ class CurriculumLoop(Loop):
         return loader
 
     def training_values(self, values: tuple) -> tuple:
-        """Return the stock Trainer's values with enough epochs to reach ``max_steps`` if epochs get shorter.
-
-        Raises ControlError if other code chooses the samples of this training.
-        """
+        """Return the stock Trainer's values with enough epochs to reach ``max_steps`` if epochs get shorter. Raises
+        ControlError if other code chooses the samples of this training."""
         if self.sampler is None:
             raise ControlError(
                 f"get_train_dataloader of {type(self.trainer).__name__} gives a loader of its own, so a curriculum "
@@ -177,10 +175,8 @@ class CurriculumLoop(Loop):
         return self.totals.rows - self._totals_before.rows
 
     def rows_stand_until(self, step: int) -> int:
-        """Return the step up to which the recorded rows of earlier epochs are final.
-
-        A stopped run has recorded part of an epoch. It resumes with that epoch, and records it again as a whole.
-        """
+        """Return the step up to which the recorded rows of earlier epochs are final. A stopped run has recorded part of
+        an epoch. It resumes with that epoch, and records it again as a whole."""
         if self._resumed_at is not None:
             return self.length.first_step
         return step - self.has_unrecorded_epoch
@@ -228,10 +224,8 @@ class CurriculumLoop(Loop):
         return {"steps_in_epoch": batches, "num_update_steps_per_epoch": self.length.steps}
 
     def _choose_rows_again(self, steps_done: int) -> None:
-        """Choose the rows after the next window again, from losses as of the end of this window.
-
-        Rows of the next window may be loaded already, so they stay the same, however many were loaded.
-        """
+        """Choose the rows after the next window again, from losses as of the end of this window. Rows of the next
+        window may be loaded already, so they stay the same, however many were loaded."""
         args = self.trainer.args
         per_step = self.sampler.world * args.gradient_accumulation_steps
         window = math.ceil(self.settings.difficulty_window / (per_step * self.sampler.law.rows_per_batch))

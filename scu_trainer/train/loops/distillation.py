@@ -37,8 +37,8 @@ class Distillation(Loop):
     weight: of the teacher's part, above 0 and up to 1. temperature: above 0.
 
     The model is a causal language model or a classifier with the plain cross-entropy as its loss, which is computed
-    from the logits by the stock ``compute_loss_func``. Evaluations report the task loss only. Raises ControlError for
-    other losses.
+    from the logits, through the stock ``compute_loss_func`` hook. Evaluations report the task loss only. Raises
+    ControlError for other losses.
     """
 
     name = "distillation"
@@ -154,10 +154,8 @@ def targets_of(labels: torch.Tensor) -> torch.Tensor:
 
 
 def distance_to(teacher: torch.Tensor, student: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return T² · KL(teacher || student) in nats, summed over rows.
-
-    Logits (rows, classes); only the first classes, which both have, count.
-    """
+    """Return T² · KL(teacher || student) in nats, summed over rows. Logits (rows, classes); only the first classes,
+    which both have, count."""
     classes = min(teacher.size(-1), student.size(-1))
     wanted, found = (
         functional.log_softmax(logits[:, :classes].float() / temperature, dim=-1) for logits in (teacher, student)

@@ -70,11 +70,8 @@ def tokens_of(model: torch.nn.Module, inputs: Any, padding: bool) -> Optional[to
 
 
 def count_flops(trainer: Trainer, inputs: Any, num_items: Any) -> tuple[Optional[FlopCount], Optional[str]]:
-    """Return (count for a few rows of ``inputs``, why there is none).
-
-    Weights, gradients, statistics and RNG stay as they are. Counts in evaluation mode, so that activations recomputed
-    by checkpointing do not count twice.
-    """
+    """Return (count for a few rows of ``inputs``, why there is none). Weights, gradients, statistics and RNG stay as
+    they are. Counts in evaluation mode, so that activations recomputed by checkpointing do not count twice."""
     if not isinstance(inputs, Mapping):
         return None, f"a batch is a {type(inputs).__name__}"
     model = trainer.model
@@ -169,9 +166,7 @@ def precision_of(trainer: Trainer) -> str:
 
 def measured_tflops(precision: str) -> float:
     """Return the best rate of repeated products of two square matrices on this CPU, with torch's number of threads.
-
-    Uses the faster of the two libraries that the output layer may use.
-    """
+    Uses the faster of the two libraries that the output layer may use."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     matrix = torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=dtype)
     product = by_onednn if dtype == torch.float32 and is_onednn_faster() else torch.mm

@@ -55,7 +55,7 @@ class EarlyStopping(Loop):
         return self._callback.early_stopping_patience_counter >= self._callback.early_stopping_patience
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Write the notice. Not in ``on_evaluate``: a gain below the threshold still becomes the best metric after it."""
+        """Write the notice. Not in ``on_evaluate``: a gain below the threshold becomes the best metric after it."""
         if not self.is_over or state.global_step >= state.max_steps:
             return
         name = f"eval_{(args.metric_for_best_model or 'loss').removeprefix('eval_')}"

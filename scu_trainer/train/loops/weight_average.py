@@ -275,18 +275,14 @@ class ScheduleFreeWeights(Loop):
 
 
 def _modes(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the dicts with "train_mode", which tells whether weights are those of training.
-
-    These are the parameter groups, or the attributes of an optimizer that wraps another one.
-    """
+    """Return the dicts with "train_mode", which tells whether weights are those of training. These are the parameter
+    groups, or the attributes of an optimizer that wraps another one."""
     return [holder for holder in (vars(optimizer), *optimizer.param_groups) if "train_mode" in holder]
 
 
 def own_schedule_free(trainer: Trainer) -> Optional[str]:
-    """Return the class name of a schedule-free optimizer passed to the trainer; None if there is none.
-
-    Schedule-free optimizers that take a closure never switch, so they do not count.
-    """
+    """Return the class name of a schedule-free optimizer passed to the trainer; None if there is none. Schedule-free
+    optimizers that take a closure never switch, so they do not count."""
     kind = (trainer.optimizer_cls_and_kwargs or (None,))[0] if trainer.optimizer is None else type(trainer.optimizer)
     return kind.__name__ if isinstance(kind, type) and is_schedule_free_class(kind) else None
 

@@ -112,9 +112,7 @@ def _draws_random_numbers(trainer: Trainer, batch: Any) -> bool:
 
 def scales_with_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
     """Return whether the training loss scales with the model's own loss: twice the row weight gives twice the loss.
-
-    Checked on the first columns of the first row, with every token learned.
-    """
+    Checked on the first columns of the first row, with every token learned."""
     model, short_row = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
     if short_row is None:
         return False

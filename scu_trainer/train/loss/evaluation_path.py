@@ -80,9 +80,7 @@ class EvaluationPath:
     @contextlib.contextmanager
     def collect_row_losses(self, batch: Mapping[str, Any]) -> Iterator[Optional[list[RowLosses]]]:
         """Let a forward of the model on ``batch``, which includes labels, append the losses of its rows to a list.
-
-        Inside the context, the model returns no usable logits. Yields None if the model must run as usual.
-        """
+        Inside the context, the model returns no usable logits. Yields None if the model must run as usual."""
         rows = self._end_to_end(with_host_copies(batch)) if self._may_leave_padding else None
         if self.makes_logits and rows is None:
             yield None
@@ -152,11 +150,8 @@ class EvaluationPath:
 
 
 class LeanPrediction:
-    """Run a trainer's ``prediction_step`` without logits and padding.
-
-    Only where no code but the stock Trainer sees what the model returns, and it does not need the logits. ``chunked``
-    and ``padding_free``: as in ``LossPath``.
-    """
+    """Run a trainer's ``prediction_step`` without logits and padding. Only where no code but the stock Trainer sees
+    what the model returns, and it does not need the logits. ``chunked`` and ``padding_free``: as in ``LossPath``."""
 
     def __init__(self, trainer: Trainer, chunked: str, padding_free: Optional[bool]) -> None:
         self.trainer = trainer
@@ -172,9 +167,7 @@ class LeanPrediction:
 
     def make_lean(self, predict: Predict, loss_only: bool) -> Predict:
         """Return ``predict`` so that it computes only the loss, or also the scores of rows (``preprocess_logits``).
-
-        Where other code needs the outputs, ``predict`` is returned unchanged.
-        """
+        Where other code needs the outputs, ``predict`` is returned unchanged."""
         trainer = self.trainer
         scores_rows = not loss_only and trainer.preprocess_logits_for_metrics is preprocess_logits
         if not (loss_only or scores_rows) or not has_causal_loss(trainer) or not is_read_by_stock_alone(trainer):

@@ -204,10 +204,8 @@ class LossPath:
         self._held = [] if self.rows is not None and self._has_reading else None
 
     def settle(self) -> bool:
-        """Report all held losses if they are finite, and return whether they are.
-
-        If not, their micro-batches must run again without ``hold``, which then sets the non-finite rows aside.
-        """
+        """Report all held losses if they are finite, and return whether they are. If not, their micro-batches must run
+        again without ``hold``, which then sets the non-finite rows aside."""
         held, self._held = self._held or [], None
         losses = [losses for _, losses in held if losses is not None]
         if not second_try(lambda: _are_finite(losses), "checking whether the losses of rows are finite"):
@@ -285,10 +283,8 @@ class LossPath:
         return torch.is_tensor(labels) and not labels.is_floating_point() and logits_of(outputs) is not None
 
     def _combine_over_ranks(self, shows_reading: bool, needs_check: bool) -> tuple[bool, bool]:
-        """Combine over ranks whether the first batch shows the reading and whether to check it with other labels.
-
-        Only if a forward pass needs all ranks; otherwise the arguments are returned unchanged.
-        """
+        """Combine over ranks whether the first batch shows the reading and whether to check it with other labels. Only
+        if a forward pass needs all ranks; otherwise the arguments are returned unchanged."""
         if not needs_all_ranks(self.trainer):
             return shows_reading, needs_check
         found = gather_object([(shows_reading, needs_check)])
@@ -324,10 +320,8 @@ class LossPath:
         return restore
 
     def _leave_to_guard(self, ids: torch.Tensor, bad: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss unchanged, so that the non-finite guard skips the step on all ranks.
-
-        A forward pass without the bad rows would need the other ranks. Raises ControlError if there is no guard.
-        """
+        """Return the loss unchanged, so that the non-finite guard skips the step on all ranks. A forward pass without
+        the bad rows would need the other ranks. Raises ControlError if there is no guard."""
         if self.trainer.nonfinite_guard is None:
             samples = ", ".join(map(str, ids[bad].tolist()))
             raise ControlError(

@@ -295,10 +295,8 @@ def _rows_to_ask(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Opti
 
 
 def weighted_items(trainer: Trainer, batches: list[Any], items: Any, device: torch.device) -> Any:
-    """Return ``items`` as counted by the stock Trainer; with class weights, the total weight of the labels.
-
-    The weight is that of all ranks if the Trainer averages over the items of all.
-    """
+    """Return ``items`` as counted by the stock Trainer; with class weights, the total weight of the labels. The weight
+    is that of all ranks if the Trainer averages over the items of all."""
     model = trainer.model
     if items is None or not isinstance(model, WrappedModule) or model.row_loss.kind != "targets":
         return items

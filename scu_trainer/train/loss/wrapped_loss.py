@@ -365,10 +365,8 @@ class RowLoss(nn.Module):
         return torch.where(counts > 0, means * counts, 0.0), counts
 
     def _counts(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return, of shape (rows,), how many labels are learned (those other than -100) or their total class weight.
-
-        It is 1 per row if the targets are not labels.
-        """
+        """Return, of shape (rows,), how many labels are learned (those other than -100) or their total class weight. It
+        is 1 per row if the targets are not labels."""
         if self._findings.targets is not None:
             return self._findings.targets.items({TARGET: targets})
         if targets.dtype not in LABELS:

@@ -62,10 +62,8 @@ class SquaredDistances:
 
 
 def exact_squares(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield sums of squares of the tensor's blocks in float64, on the CPU if the tensor is on Apple's GPU.
-
-    In blocks, because a whole embedding in float64 would take gigabytes of an almost full GPU.
-    """
+    """Yield sums of squares of the tensor's blocks in float64, on the CPU if the tensor is on Apple's GPU. In blocks,
+    because a whole embedding in float64 would take gigabytes of an almost full GPU."""
     for block in tensor.reshape(-1).split(_block_values(tensor)):
         yield (block.cpu() if block.device.type == "mps" else block).double().square().sum()
 

@@ -76,9 +76,7 @@ class VeraUpdate:
 
 def low_rank_pairs(model: nn.Module, position: Mapping[int, int]) -> Iterator[tuple[int, int, float]]:
     """Yield (index of A, index of B, scale) of every trainable LoRA pair in linear, convolutional and embedding layers.
-
-    DoRA's are in ``other_updates``. Raises ControlError for kinds of LoRA with another update.
-    """
+    DoRA's are in ``other_updates``. Raises ControlError for kinds of LoRA with another update."""
     for module, adapter, scale, a, b in _lora_layers(model):
         trained = [weight for weight in (a, b) if id(weight) in position]
         if not trained or _magnitude(module, adapter) is not None:

@@ -119,10 +119,8 @@ class Regularizer:
         }
 
     def load_state_dict(self, saved: dict[str, Any], prior: Optional[dict[str, torch.Tensor]]) -> None:
-        """Continue from a checkpoint. ``prior``: its saved w0; None if w0 is the model as loaded.
-
-        Raises CheckpointError if this run would decay toward another point or measure in another way.
-        """
+        """Continue from a checkpoint. ``prior``: its saved w0; None if w0 is the model as loaded. Raises
+        CheckpointError if this run would decay toward another point or measure in another way."""
         self._check_same_measure(saved["settings"])
         if prior is not None:
             self.prior.load_state_dict(prior)
@@ -218,10 +216,8 @@ class Regularizer:
     def _measure(
         self, step: int, learning_rate: float, reduce: Callable, processes: int
     ) -> Optional[control.Measurement]:
-        """Return the measurement; None while no token was learned, so that N cannot be estimated yet.
-
-        The steps up to then count in the next measurement.
-        """
+        """Return the measurement; None while no token was learned, so that N cannot be estimated yet. The steps up to
+        then count in the next measurement."""
         steps, (losses, counts) = len(self._interval), zip(*self._interval, strict=True)
         counts = [count if torch.is_tensor(count) else torch.tensor(count, dtype=torch.float64) for count in counts]
         distance, read = self.prior.squared_distance_with([*losses, *counts])
@@ -248,9 +244,7 @@ class Regularizer:
 
     def share_interval(self, reduce: Callable[[torch.Tensor], torch.Tensor], processes: int) -> None:
         """Replace this rank's windows since the last decision by their mean over ranks, because one rank saves for all.
-
-        All ranks must call this before a checkpoint.
-        """
+        All ranks must call this before a checkpoint."""
         if processes == 1 or not self._interval:
             return
         own = torch.tensor([[float(loss) * float(items), float(items)] for loss, items in self._interval])
@@ -418,10 +412,8 @@ def resolve(settings: RegularizationSettings, max_steps: int) -> control.Control
 
 
 def prior_class_for(trainer, settings: RegularizationSettings) -> type[Prior]:
-    """Return the class that accesses the trained weights under this launcher.
-
-    Raises ControlError for launchers under which this process does not have the trained weights.
-    """
+    """Return the class that accesses the trained weights under this launcher. Raises ControlError for launchers under
+    which this process does not have the trained weights."""
     if trainer.is_fsdp_enabled:
         raise ControlError(
             "FSDP keeps the trained weights in shards that lambda cannot reach; use DDP (torchrun, accelerate) or "

@@ -67,10 +67,8 @@ class Passages:
         return self.order[(start + numpy.arange(min(count, len(self)))) % len(self)]
 
     def scored(self, numbers: numpy.ndarray) -> numpy.ndarray:
-        """Return the summed loss in nats and the predicted tokens of each row in ``numbers``, shape (numbers, 2).
-
-        Uses the model as it is, without dropout.
-        """
+        """Return the summed loss in nats and the predicted tokens of each row in ``numbers``, shape (numbers, 2). Uses
+        the model as it is, without dropout."""
         accelerator = self._trainer.accelerator
         own = numbers[accelerator.process_index :: accelerator.num_processes]
         found = self._score_on_this_rank(own) if len(own) else numpy.zeros((0, 2))

@@ -36,10 +36,8 @@ class Replay:
     _order: tuple[int, numpy.ndarray] = field(default=(-1, numpy.empty(0, dtype=int)), repr=False)
 
     def add_to_batch(self, inputs: Any, nominal_rows: int, share: float) -> Any:
-        """Add so many rows to ``inputs`` that they make up ``share`` of ``nominal_rows`` plus themselves.
-
-        Over time this is exact to within one row. Every rank adds the same number.
-        """
+        """Add so many rows to ``inputs`` that they make up ``share`` of ``nominal_rows`` plus themselves. Over time
+        this is exact to within one row. Every rank adds the same number."""
         self.owed += nominal_rows * share / (1.0 - share)
         count = int(self.owed)
         if not count:
@@ -59,10 +57,8 @@ class Replay:
 
 
 def joined_rows(inputs: Any, more: Mapping[str, Any]) -> Any:
-    """Return one batch of the rows of both, padded on the right to the longer one, on the device of ``inputs``.
-
-    Raises ControlError if their columns differ.
-    """
+    """Return one batch of the rows of both, padded on the right to the longer one, on the device of ``inputs``. Raises
+    ControlError if their columns differ."""
     more = dict(more)
     if SAMPLE_INDEX in inputs:
         more[SAMPLE_INDEX] = torch.full((len(more["input_ids"]),), NO_NUMBER, dtype=torch.int64)
@@ -80,10 +76,8 @@ def joined_rows(inputs: Any, more: Mapping[str, Any]) -> Any:
 
 
 def _pad_to_width(name: str, tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad (rows, time) to ``width``; return (rows,) unchanged.
-
-    Positions of the padding start at 0 again, as in the collator, because it is a document of its own.
-    """
+    """Pad (rows, time) to ``width``; return (rows,) unchanged. Positions of the padding start at 0 again, as in the
+    collator, because it is a document of its own."""
     missing = width - tensor.size(1) if tensor.dim() == 2 else 0
     if not missing:
         return tensor

@@ -22,9 +22,7 @@ logger = logging.getLogger("scu_trainer")
 
 class DivergenceWatch:
     """Watches one training. ``epochs_differ``: whether epochs choose different samples. ``notices``: what was reported.
-
-    Raises Diverged on all ranks if the settings say stop.
-    """
+    Raises Diverged on all ranks if the settings say stop."""
 
     def __init__(self, trainer: Trainer, settings: SafetySettings, epochs_differ: bool) -> None:
         self.trainer, self.settings, self._epochs_differ = trainer, settings, epochs_differ

@@ -109,10 +109,8 @@ def nonfinite_weight(model: nn.Module) -> Optional[str]:
 
 
 def weights_are_finite(model: nn.Module) -> bool:
-    """Return whether every weight and BatchNorm statistic is finite; of sharded ones, only this rank's part.
-
-    Takes one pass over them and waits for the device once.
-    """
+    """Return whether every weight and BatchNorm statistic is finite; of sharded ones, only this rank's part. Takes one
+    pass over them and waits for the device once."""
     kinds = by_device_and_dtype(tensor.detach() for _, tensor in _named_tensors(model) if tensor.numel())
     # The largest magnitude, unlike a sum of squares, is only infinite if a number is.
     largest = [torch.stack(torch._foreach_norm(tensors, float("inf"))).float().max() for tensors in kinds]
@@ -137,10 +135,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _local_zero3_part(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's numbers; the parameter itself is empty.
-
-    Parts have equal sizes, and the memory after the last number is not initialized.
-    """
+    """Return this rank's numbers; the parameter itself is empty. Parts have equal sizes, and the memory after the last
+    number is not initialized."""
     own = parameter.ds_tensor
     before = own.numel() * dist.get_rank(parameter.ds_process_group)
     return own.flatten()[: max(0, parameter.ds_numel - before)]

@@ -229,7 +229,7 @@ class LossAnalysis:
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
-        """Run a trial on a few rows of ``batches``. If ranks wait for each other, a failed allocation or rank raises."""
+        """Run a trial on a few rows of ``batches``. If ranks wait for each other, lost ranks and memory raise."""
         trainer, lost = self.trainer, []
         waits = needs_all_ranks(trainer)
 
@@ -288,11 +288,8 @@ class LossAnalysis:
             self.seconds += time.perf_counter() - began
 
     def ignores_items(self, inputs: Any, num_items: Any) -> Optional[bool]:
-        """Return whether the loss of ``inputs`` ignores ``num_items``, that is, is the same for twice as many.
-
-        None if the loss is 0 or not finite. All ranks call it at the same place and agree, because the loss may
-        communicate.
-        """
+        """Return whether the loss of ``inputs`` ignores ``num_items``, that is, is the same for twice as many. None if
+        the loss is 0 or not finite. All ranks call it at the same place and agree, because the loss may communicate."""
         found: Optional[bool] = None
         try:
             once, twice = (self._loss_of_whole_batch(inputs, num_items, factor) for factor in (1, 2))

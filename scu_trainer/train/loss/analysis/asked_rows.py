@@ -153,10 +153,8 @@ def first_rows(batch: Batch, pad_token_id: int) -> Iterator[Any]:
 
 
 def cut_to_beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int) -> Optional[Batch]:
-    """Return the first columns of the rows as a batch, wide enough for every row to learn something.
-
-    If the first row is shorter than another one, it stays shorter. None if this would not be shorter than the rows.
-    """
+    """Return the first columns of the rows as a batch, wide enough for every row to learn something. If the first row
+    is shorter than another one, it stays shorter. None if this would not be shorter than the rows."""
     owner = batches[rows[0][0]]
     if not owner.trimmable or owner.decoder_width or not has_time("labels", owner.inputs.get("labels")):
         return None
@@ -178,10 +176,8 @@ def cut_to_beginnings(batches: Sequence[Batch], rows: Sequence[Row], pad_token_i
 
 
 def with_other_labels(inputs: Any, rows: int) -> Optional[Any]:
-    """Return the same rows with labels moved to other positions, and some removed if not all are learned anyway.
-
-    None if the labels leave no such choice.
-    """
+    """Return the same rows with labels moved to other positions, and some removed if not all are learned anyway. None
+    if the labels leave no such choice."""
     labels = inputs.get("labels")
     if not has_time("labels", labels) or labels.is_floating_point() or labels.dim() != 2:
         return None

@@ -159,10 +159,8 @@ class Observation:
 
 @contextlib.contextmanager
 def measured_weights(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Replace some trained weights, the smallest ones, by leaf tensors that share their memory, and yield these.
-
-    So the hooks on the weights do not run. Yields no leaves for sharded weights, whose gradients need all ranks.
-    """
+    """Replace some trained weights, the smallest ones, by leaf tensors that share their memory, and yield these. So the
+    hooks on the weights do not run. Yields no leaves for sharded weights, whose gradients need all ranks."""
     chosen = _smallest_weights(model)
     leaves = {weight: nn.Parameter(weight.detach()) for weight in chosen}
     places = [
@@ -216,10 +214,8 @@ def tolerance_of(trainer: Trainer) -> float:
 
 
 def rounds_to_tf32(model: nn.Module, device: torch.device) -> bool:
-    """Return whether ``device`` is a GPU that rounds factors of some products of ``model`` to TF32.
-
-    By default that applies to convolutions and recurrent cells; to matrix products only if it is turned on.
-    """
+    """Return whether ``device`` is a GPU that rounds factors of some products of ``model`` to TF32. By default that
+    applies to convolutions and recurrent cells; to matrix products only if it is turned on."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
         return False
     # Not get_float32_matmul_precision: it raises where torch.backends.fp32_precision was set, as transformers does.

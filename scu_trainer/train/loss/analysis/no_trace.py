@@ -43,8 +43,9 @@ def restored_on_exit(model: nn.Module, owner: Any = None, training: bool = False
     """Restore ``model``, its ``owner`` and the losses that either holds, as well as random states, on exit.
 
     That covers modes, buffers, hooks, attributes with their contents, and frozen weights. Yields an object that knows
-    whether frozen weights were written to; None if no code could. Inside, modules are in evaluation mode, or with
-    ``training`` in their current mode. ``owner``, a trainer, logs nothing, because no step has computed it.
+    whether frozen weights were written to; None if there are none, or if all code is public. Inside, modules are in
+    evaluation mode, or with ``training`` in their current mode. ``owner``, a trainer, logs nothing, because no step has
+    computed it.
     """
     holders = _holders(model, owner)
     modules = [holder for holder in holders if isinstance(holder, nn.Module)]

@@ -27,10 +27,8 @@ SEEDS_TRIED = 16
 
 
 def draws_once(loss_of: Callable[[Any], torch.Tensor], together: Any, alone: list[Any], tolerance: float) -> bool:
-    """Return whether the loss of the rows ``together`` depends on random numbers that are drawn once per batch.
-
-    Once per batch means that a single row (``alone``) draws as many.
-    """
+    """Return whether the loss of the rows ``together`` depends on random numbers that are drawn once per batch. Once
+    per batch means that a single row (``alone``) draws as many."""
     start = rng_states()
     whole = _LossWithDraws(loss_of, together)
     if not whole.has_drawn:

@@ -45,7 +45,7 @@ class OwnStep:
 
     ``owner``: the class that defines it; None for transformers' and TRL's. ``is_seen``: whether it has been watched.
     ``deviation``: how it differs from the stock step, as the end of a sentence. ``exchange``: see ``exchange_in``.
-    ``per_batch``: why batches run whole in a step of TRL. ``hooked``: the weight with a hook that ``find_hooks`` found, as a phrase.
+    ``per_batch``: why batches run whole in a step of TRL. ``hooked``: what ``find_hooks`` found, as a phrase.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -278,9 +278,7 @@ class CallCounters:
 
     def warn_about_counts(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
         """Warn about numbers that counted ``micro_batches`` since ``before`` and not ``batches``, as in the stock loop.
-
-        If each micro-batch has one row, it may count ``rows``, which is the same in the stock loop.
-        """
+        If each micro-batch has one row, it may count ``rows``, which is the same in the stock loop."""
         now = self.counts()
         self._left -= 1
         found = [key for key, count in before.items() if now.get(key) == count + micro_batches]

@@ -234,10 +234,8 @@ class _Trial:
     def _decide(
         self, errors: dict[str, float], observations: Sequence[Observation], known: Optional[Divisor]
     ) -> tuple[Optional[str], tuple[str, ...]]:
-        """Return (kind, other kinds that count these rows alike); the closest kind if none fits.
-
-        The kind is None if several fit that count these rows differently.
-        """
+        """Return (kind, other kinds that count these rows alike); the closest kind if none fits. The kind is None if
+        several fit that count these rows differently."""
         fitting = [kind for kind, error in errors.items() if error <= self.tolerance]
         if not fitting:
             return min(errors, key=errors.get), ()

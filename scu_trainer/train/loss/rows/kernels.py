@@ -70,10 +70,8 @@ def usable_gpu_bytes(device: Optional[torch.device]) -> Optional[int]:
 
 @contextlib.contextmanager
 def chunks_as_on_gpu(allowed_bytes: Optional[int]) -> Iterator[None]:
-    """Use the chunk size of a GPU with this much usable memory on any device; None changes nothing.
-
-    For estimates (train/memory_estimate), where tensors without content on the CPU stand for those of a GPU.
-    """
+    """Use the chunk size of a GPU with this much usable memory on any device; None changes nothing. For estimates
+    (train/memory_estimate), where tensors without content on the CPU stand for those of a GPU."""
     before = _CARD_BYTES.set(allowed_bytes)
     try:
         yield

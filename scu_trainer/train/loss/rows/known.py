@@ -62,10 +62,8 @@ class Call:
 
 
 class LossCalls(TorchFunctionMode):
-    """Record calls of known loss functions that return one number, and multiply their results by ``factor``.
-
-    If the whole loss then changes by the same factor, it consists of nothing else.
-    """
+    """Record calls of known loss functions that return one number, and multiply their results by ``factor``. If the
+    whole loss then changes by the same factor, it consists of nothing else."""
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()

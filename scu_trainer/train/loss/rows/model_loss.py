@@ -54,10 +54,8 @@ def head_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
 
 
 def has_causal_loss(trainer: Trainer) -> bool:
-    """Return whether the model computes the stock next-token loss itself and nothing changes it.
-
-    TRL's trainers compute their loss from the model's hidden states or logits.
-    """
+    """Return whether the model computes the stock next-token loss itself and nothing changes it. TRL's trainers compute
+    their loss from the model's hidden states or logits."""
     if any("compute_loss" in vars(kind) and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         return False
     is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
@@ -81,10 +79,8 @@ def computes_causal_loss(model: torch.nn.Module) -> bool:
 
 
 def _calls_loss_function(kind: type[torch.nn.Module]) -> bool:
-    """Return whether a forward of this class or of a base class calls ``self.loss_function``.
-
-    Not cached, because other code (Liger) may replace the forward of a class, even between two trainings.
-    """
+    """Return whether a forward of this class or of a base class calls ``self.loss_function``. Not cached, because other
+    code (Liger) may replace the forward of a class, even between two trainings."""
     own = [inspect.unwrap(vars(item)["forward"]) for item in kind.__mro__ if "forward" in vars(item)]
     return any("loss_function" in forward.__code__.co_names for forward in own if hasattr(forward, "__code__"))
 
@@ -94,10 +90,8 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def user_loss_below(trainer: Trainer) -> Optional[str]:
-    """Return the class that computes the loss from the model's outputs; None if that is the stock Trainer.
-
-    A ``compute_loss`` that overrides ours only gets the loss from it and does not see the model's outputs.
-    """
+    """Return the class that computes the loss from the model's outputs; None if that is the stock Trainer. A
+    ``compute_loss`` that overrides ours only gets the loss from it and does not see the model's outputs."""
     owner = defined_between(trainer, "compute_loss")
     return None if owner is None else owner.__name__
 
@@ -141,10 +135,8 @@ def changing_objects_of(trainer: Trainer) -> Callable[[], tuple[list[Any], Optio
 
 
 def reward_objects_of(trainer: Trainer) -> list[Any]:
-    """Return TRL's reward functions and objects, tools and environments; a repeated step calls them again.
-
-    Models among them are left out.
-    """
+    """Return TRL's reward functions and objects, tools and environments; a repeated step calls them again. Models among
+    them are left out."""
     pools = getattr(trainer, "_environment_pool", None)
     many = [getattr(trainer, name, None) for name in ("reward_funcs", "tools")]
     many += pools.values() if isinstance(pools, dict) else ()
@@ -368,10 +360,8 @@ def _token_weights(weights: torch.Tensor, targets: torch.Tensor, rows: Optional[
 
 @contextlib.contextmanager
 def _loss_function(model: torch.nn.Module, loss_of: Callable, seen: Seen, rows: Optional[EndToEnd]) -> Iterator[None]:
-    """Replace the model's loss function by ``loss_of(logits, targets, num_items, known) -> (loss, token losses)``.
-
-    The layers run on ``rows``, if given. ``known``: the targets on the host, if they are there.
-    """
+    """Replace the model's loss function by ``loss_of(logits, targets, num_items, known) -> (loss, token losses)``. The
+    layers run on ``rows``, if given. ``known``: the targets on the host, if they are there."""
     inner = inner_model(model)
 
     def loss_function(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs):

@@ -243,10 +243,8 @@ def has_flash(query: Tensor) -> bool:
 
 
 def supports_grouped_keys(query: Tensor) -> bool:
-    """Return whether keys may have fewer heads than these queries.
-
-    On a GPU without flash attention, only the kernel that materializes (length, length) for each head supports that.
-    """
+    """Return whether keys may have fewer heads than these queries. On a GPU without flash attention, only the kernel
+    that materializes (length, length) for each head supports that."""
     return not query.is_cuda or has_flash(query)
 
 

@@ -82,9 +82,7 @@ def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> None:
 @functools.cache
 def adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether ``device`` adds a half-precision product to a float32 sum without rounding or storing it first.
-
-    GPU libraries can; whether this version of torch exposes it is tried once.
-    """
+    GPU libraries can; whether this version of torch exposes it is tried once."""
     if device.type != "cuda":
         return False
     start, ones = 2.0**-12, torch.ones(16, 16, device=device, dtype=dtype)  # half precision has no 16 + 2^-12

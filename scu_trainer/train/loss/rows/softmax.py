@@ -39,10 +39,8 @@ def reads_half(kernel: Kernel) -> bool:
 
 @functools.cache
 def _fused(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the kernel of triton_softmax.py if it agrees with torch's own operations on this ``device``.
-
-    Checked because Triton needs a C compiler, and its output depends on its version and on the GPU.
-    """
+    """Return the kernel of triton_softmax.py if it agrees with torch's own operations on this ``device``. Checked
+    because Triton needs a C compiler, and its output depends on its version and on the GPU."""
     try:
         from scu_trainer.train.loss.rows.triton_softmax import softmax_in_place
 
@@ -72,10 +70,8 @@ def _largest_difference(kernel: Kernel, device: torch.device, dtype: torch.dtype
 
 
 def _block_by_block(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Apply ``_softmax_in_place`` to blocks of rows; with a vocabulary of 128,000 that takes 0.6 times as long.
-
-    For logits without content (train/memory_estimate), the first and last blocks show what all blocks need.
-    """
+    """Apply ``_softmax_in_place`` to blocks of rows; with a vocabulary of 128,000 that takes 0.6 times as long. For
+    logits without content (train/memory_estimate), the first and last blocks show what all blocks need."""
     row_bytes, threads = logits.size(1) * logits.element_size(), torch.get_num_threads()
     rows = threads * max(1, BLOCK_BYTES // row_bytes)
     if len(logits) <= rows:
@@ -90,11 +86,8 @@ def _block_by_block(logits: Tensor, targets: Tensor, with_gradient: bool) -> tup
 
 
 def _softmax_in_place(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Return the losses (rows,), and overwrite ``logits`` with their gradient.
-
-    The exponentials are summed pairwise. torch.softmax on a CPU sums them one by one, with a hundred times the error at
-    128,000 words.
-    """
+    """Return the losses (rows,), and overwrite ``logits`` with their gradient. The exponentials are summed pairwise.
+    torch.softmax on a CPU sums them one by one, with a hundred times the error at 128,000 words."""
     targets = targets.unsqueeze(1)
     highest = logits.amax(dim=1, keepdim=True)
     distance = highest - logits.gather(1, targets)
