@@ -134,10 +134,10 @@ def test_an_adapter_without_its_run(evaluate, work, tmp_path):
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(work.lora / name, adapter)
     data = ("--dataset", work.documents, "--block-size", 64, "--validation-split-percentage", 25, "--seed", 5)
-    alone, with_source_run = (
+    alone, in_its_run = (
         evaluate(*words, "--mixed_precision", "no") for words in ((adapter, *data), (work.lora, "--seed", 5))
     )
-    assert alone["model"]["bpt"] == with_source_run["model"]["bpt"]
+    assert alone["model"]["bpt"] == in_its_run["model"]["bpt"]
     assert evaluate(adapter, *data, "--against", "base")["against"][0]["name"] == str(work.model)
 
 

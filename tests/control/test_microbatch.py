@@ -352,8 +352,8 @@ def test_no_way_back_to_a_size_that_failed_in_the_same_room():
     assert decide(LAW, state, QUIET).state.cap_tokens == 1500
     there = replace(state, cap_tokens=1500, calm_steps=99)
     assert decide(LAW, there, QUIET).state.cap_tokens == 1500
-    memory_advice = replace(QUIET, used_bytes=300, peak_bytes=500)  # 700 > 1.1 * 600
-    assert decide(LAW, there, memory_advice).state.cap_tokens == 2677  # (600 / 1.08 - 20) / .2
+    more_room = replace(QUIET, used_bytes=300, peak_bytes=500)  # 700 > 1.1 * 600
+    assert decide(LAW, there, more_room).state.cap_tokens == 2677  # (600 / 1.08 - 20) / .2
     same_room = replace(QUIET, used_bytes=341, peak_bytes=500)
     assert decide(LAW, there, same_room).state.cap_tokens == 1500
 
@@ -373,10 +373,10 @@ def test_a_failure_is_forgotten_after_many_steps_if_the_cost_model_agrees():
 def test_a_failure_is_forgotten_where_its_size_has_run_in_no_more_room():
     state = replace(CALM, failed_tokens=1000, failed_room_bytes=600, steps_since_oom=3)
     assert decide(LAW, state, QUIET).state.failed_tokens is None
-    memory_advice = replace(QUIET, used_bytes=300, peak_bytes=520)  # 700 > 1.1 * 600
+    more_room = replace(QUIET, used_bytes=300, peak_bytes=520)  # 700 > 1.1 * 600
     smaller = replace(QUIET, largest_micro_batch_tokens=999)
     one_row = replace(QUIET, floor_tokens=1000, longest_row=1000)
-    for seen in (memory_advice, smaller, one_row):
+    for seen in (more_room, smaller, one_row):
         assert decide(LAW, state, seen).state.failed_tokens == 1000, seen
 
 

@@ -199,9 +199,9 @@ def test_a_window_with_a_bad_row_ends_as_if_each_micro_batch_had_been_asked_at_o
     weights, difficulty = run("held")
     assert settled.count(False) == 1 and settled.count(True) > 3
     monkeypatch.setattr(LossPath, "hold", lambda path: None)
-    take_over_now, expected = run("at once")
+    settled_at_once, expected = run("at once")
 
-    assert same(weights, take_over_now)
+    assert same(weights, settled_at_once)
     assert numpy.array_equal(difficulty.scores, expected.scores, equal_nan=True)
     assert numpy.array_equal(difficulty.observations, expected.observations)
     assert difficulty.quarantined.nonzero()[0].tolist() == [row_at(5)]

@@ -236,8 +236,8 @@ def test_states_of_layers_are_collected_once_after_asking():
     """transformers hooks itself onto layers in the first forward that returns states, and notes that on the model."""
     model, batch = tiny.llama(output_hidden_states=True), text()
     assert ask(model, batch).is_exact
-    rng_states = model(**batch).hidden_states
-    assert len(rng_states) == 3 and not torch.equal(rng_states[0], rng_states[1])
+    states = model(**batch).hidden_states
+    assert len(states) == 3 and not torch.equal(states[0], states[1])
 
 
 # -- long rows are asked by their beginnings ---------------------------------------------------------------------------
