@@ -164,7 +164,6 @@ def distance_to(teacher: torch.Tensor, student: torch.Tensor, temperature: float
 
 
 def _require_plain_loss(trainer: Trainer) -> None:
-    """Raise ControlError if the loss of the model or trainer is not the plain cross-entropy."""
     model = inner_model(trainer.model)
     kind = getattr(model, "loss_type", None)
     config = getattr(model, "config", None)

@@ -185,7 +185,7 @@ class NonFiniteGuard(Loop):
         return self.trainer.loss_path is not None and self.trainer.loss_path.rows is not None
 
     def _find_fault(self, norm: Any) -> Optional[str]:
-        """Return what is wrong with the step (LOSS, GRADIENT, ROWS or SPIKE); None if nothing is."""
+        """Return LOSS, GRADIENT, ROWS or SPIKE; None for a good step, and for one that the loss scaler skips itself."""
         check = functools.partial(self._check_over_ranks, self._gradient_norm(norm))
         bad_loss, bad_gradient, has_trained_rows, *numbers = second_try(
             check, "checking whether loss and gradient are finite"

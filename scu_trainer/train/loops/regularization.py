@@ -290,7 +290,6 @@ def _measured_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Optional[float]) -> dict[str, Any]:
-    """Return the verdict on how S was controlled, with tracking figures if it was."""
     if not regularizer.steers:
         return {"verdict": MEASURED}
     if regularizer.settings.law in LAWS_WITHOUT_TARGET:

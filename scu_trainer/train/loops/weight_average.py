@@ -335,7 +335,6 @@ def check_own_schedule_free(optim: str, steers: bool, averages: bool) -> None:
 
 
 def _check_schedule(training: TrainingArguments, efficiency: Optional[EfficiencySettings]) -> None:
-    """Raise SettingsError for a learning rate schedule or warm-up that a schedule-free optimizer cannot use."""
     optim, kind = as_typed(training.optim), as_typed(training.lr_scheduler_type)
     steps = efficiency is not None and efficiency.has_lr_steps
     require(

@@ -215,7 +215,6 @@ class LossPath:
         return True
 
     def _forward(self, model, inputs, num_items, ids: Optional[torch.Tensor]) -> Forward:
-        """Return the loss of a batch and the losses of its rows, computed as ``kind`` says."""
         kind = self.kind or self._choose_kind(inputs)
         if kind == "returned":
             if self.rows is None:
@@ -233,7 +232,7 @@ class LossPath:
     # -- losses that the model returns ---------------------------------------------------------------------------------
 
     def _loss_from_outputs(self, model, inputs, num_items, ids) -> Forward:
-        """Return the loss that the model computes itself, and its rows' losses as read from its outputs."""
+        """Return the model's own loss, with the weights of rows if any, and its rows' losses, read from its outputs."""
         labels = inputs.get("labels")
         seen = LossCalls()
         with contextlib.nullcontext() if self._has_reading or self.trainer.args.torch_compile else seen:

@@ -424,7 +424,6 @@ def _declared_option(loss: Any, name: str) -> Any:
 
 
 def _is_plain(outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float) -> bool:
-    """Return whether the losses of rows are the plain cross-entropy of (rows, classes) logits."""
     is_classes = torch.is_tensor(outputs) and outputs.dim() == 2 and targets.dim() == 1 and targets.dtype is torch.int64
     if not is_classes:
         return False

@@ -255,7 +255,6 @@ class Regularizer:
     # -- can it act, can it arrive -------------------------------------------------------------------------------------
 
     def _check_progress(self, measurement: control.Measurement) -> None:
-        """Check whether the loop can act and reach its target, and add notices if not."""
         count = self.state.decisions
         # At powers of two: the gain changes when adapters have moved far from their start, and a probe costs a
         # measurement.
@@ -316,7 +315,6 @@ class Regularizer:
             )
 
     def _check_response(self) -> None:
-        """Add a notice if S stays above target although lambda has been at its upper bound for long."""
         self.progress.stuck_decisions = self.progress.stuck_decisions + 1 if self.state.saturated == "high" else 0
         if self.progress.stuck_decisions >= STUCK_DECISIONS and self.state.s_ema > (1 + BAND) * self.state.target_s:
             self._add_notice(

@@ -280,7 +280,6 @@ class Retention(Loop):
             self._log(f"retain: step {step}: the anchor has no finite loss; the effort stays as it is")
 
     def _report_lost_budget(self, was: control.RetentionState, step: int, flow: Any) -> None:
-        """Warn once when the budget can no longer be kept, and stop the run if the settings say so."""
         if not self.state.is_lost or was.is_lost:
             return
         most = f"{self.share:.0%} of each batch replayed" if self.replays else f"lambda {self.lam:.3g}"

@@ -233,7 +233,6 @@ class _Watch:
         return self._order.get(weight.rpartition(".")[0], -1)
 
     def _check_output(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Record the order of modules and the first non-finite output (a forward hook)."""
         self._order[self._names[module]] = len(self._order)
         if self.place is not None:
             return

@@ -65,8 +65,6 @@ def seen_exchange(loss_of: Callable[[Any], Any], batches: Iterable[Any]) -> Opti
 
 
 class _Watch(TorchDispatchMode):
-    """Records the names of communication operators."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()

@@ -86,7 +86,6 @@ class WrittenWeights(TorchDispatchMode):
 
 
 def _written_tensors(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensor arguments that an operation writes to."""
     schema = getattr(func, "_schema", None)  # higher-order operators have none; what they run comes here separately
     if schema is None or not schema.is_mutable:
         return

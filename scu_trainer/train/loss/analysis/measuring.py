@@ -197,8 +197,8 @@ def tolerance(model: nn.Module, low_precision: bool) -> float:
     low = any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters())
     if low or low_precision:
         return ROUGH
-    card = next((p.device for p in model.parameters() if p.is_cuda), None)
-    return ROUGH_TF32 if card is not None and rounds_to_tf32(model, card) else EXACT
+    gpu = next((p.device for p in model.parameters() if p.is_cuda), None)
+    return ROUGH_TF32 if gpu is not None and rounds_to_tf32(model, gpu) else EXACT
 
 
 def training_loss(trainer: Trainer, inputs: Any, items: Any) -> torch.Tensor:

@@ -197,8 +197,6 @@ class _Watch:
         return ReplacedFunction(compute_loss, recorded)
 
     def wrap_backward(self, backward):
-        """Wrap ``backward`` to record which loss it is called with, and what it changes."""
-
         def watched_backward(loss, **kwargs):
             before, clears = self._state(), self._clears
             is_recorded_loss = all(

@@ -141,7 +141,7 @@ def _reduction_with_retry(trial: _Trial, trim: bool) -> Optional[Reduction]:
 
 @dataclass
 class _Trial:
-    """The rows of one trial, and what is known about the loss beforehand. Fields as in ``analyze``."""
+    """The rows of one trial and how to measure them. Fields as in ``analyze``."""
 
     meter: Meter
     tolerance: float
