@@ -73,10 +73,8 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
         if shares_prefixes and _draws_random_numbers(trainer, batch):
             return False, "the model draws random numbers (dropout)"
         rows = end_to_end(batch, shares_prefixes=shares_prefixes)
-        stock, states, gradient = _loss_states_and_gradient(trainer, batch, rows, contextlib.nullcontext())
-        ours, our_states, our_gradient = _loss_states_and_gradient(
-            trainer, batch, rows, opened(model, None, _ignore_losses, rows)
-        )
+        stock, states, gradient = _measure(trainer, batch, rows, contextlib.nullcontext())
+        ours, our_states, our_gradient = _measure(trainer, batch, rows, opened(model, None, _ignore_losses, rows))
         bound = tolerance_of(trainer)
         same, reason = _compare_losses(bound, stock, ours)
         if not same:
@@ -88,9 +86,7 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
         if _looks_past_borders(model, rows):
             return False, OWN_ATTENTION
         changed = _with_changed_first_row(batch, shared_tokens)
-        _, other_states, _ = _loss_states_and_gradient(
-            trainer, changed, rows, opened(model, None, _ignore_losses, rows)
-        )
+        _, other_states, _ = _measure(trainer, changed, rows, opened(model, None, _ignore_losses, rows))
         return _compare_states(other_states[LENGTHS[0] :], our_states[LENGTHS[0] :])
 
     return _run_check(model, compare, "two short rows without padding")
@@ -226,7 +222,7 @@ def _loss(
         return trainer._stock_loss(trainer.model, type(batch)(batch), False, num_items)
 
 
-def _loss_states_and_gradient(
+def _measure(
     trainer: Trainer, batch: Any, rows: EndToEnd, context: contextlib.AbstractContextManager[None]
 ) -> tuple[float, torch.Tensor, torch.Tensor]:
     """Return (loss, states (tokens, size) of the rows one after the other, gradient of some small weights)."""

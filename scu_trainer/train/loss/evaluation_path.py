@@ -108,7 +108,7 @@ class EvaluationPath:
         if self._fewest_words is None or not self._has_known_loss or obstacle_in_head(self.model):
             return True
         is_small = head_of(self.model).out_features < self._fewest_words
-        return is_small or not self._check_agreement(headless, "the logits are made")
+        return is_small or not self._agrees(headless, "the logits are made")
 
     @functools.cached_property
     def _may_leave_padding(self) -> bool:
@@ -117,12 +117,12 @@ class EvaluationPath:
 
     @functools.cached_property
     def _leaves_padding(self) -> bool:
-        return self._check_agreement(self._context, "padding is kept", padding_free=True)
+        return self._agrees(self._context, "padding is kept", padding_free=True)
 
     @functools.cached_property
     def _shares_prefixes(self) -> bool:
         instead = "prefixes that rows share are computed once per row"
-        return self._check_agreement(self._context, instead, padding_free=True, shares_prefixes=True)
+        return self._agrees(self._context, instead, padding_free=True, shares_prefixes=True)
 
     @functools.cached_property
     def _wants_few_sizes(self) -> bool:
@@ -134,9 +134,7 @@ class EvaluationPath:
         is_known = computes_causal_loss(self.model) and user_forward_of(self.model) is None
         return is_known and not has_sharded_weights(self.model)
 
-    def _check_agreement(
-        self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False
-    ) -> bool:
+    def _agrees(self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False) -> bool:
         """``kind``: ``opened`` or ``headless``. ``instead``: what the log says is done if the losses differ."""
 
         def make_context(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:

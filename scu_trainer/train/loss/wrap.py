@@ -139,17 +139,14 @@ class WrappedModule(nn.Module):
         count = len(few_rows[TARGET])
         starts = range(0, count, ROWS_TO_ASK)
         with restored_on_exit(self):
-            parts = [
-                self._outputs_and_targets(prepare(_slice_rows(few_rows, start, start + ROWS_TO_ASK)))
-                for start in starts
-            ]
+            parts = [self._run(prepare(_slice_rows(few_rows, start, start + ROWS_TO_ASK))) for start in starts]
             has_rows = all(has_one_entry_per_row(outputs, len(targets)) for outputs, targets in parts)
             if has_rows and count % ROWS_TO_ASK == 0:  # all parts have one size, which the outputs may have by chance
                 has_rows = self._keeps_fewer_rows(prepare(_slice_rows(few_rows, 0, ROWS_TO_ASK - 1)))
             joined = join([outputs for outputs, _ in parts]) if has_rows else None
             self.row_loss.find_kind(joined, torch.cat([targets for _, targets in parts]))
 
-    def _outputs_and_targets(self, inputs: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
+    def _run(self, inputs: Mapping[str, Any]) -> tuple[Any, torch.Tensor]:
         inputs = dict(inputs)
         targets = inputs.pop(TARGET)
         return self._outputs(inputs), targets
@@ -157,7 +154,7 @@ class WrappedModule(nn.Module):
     def _keeps_fewer_rows(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the outputs still have one entry per row with another number of rows."""
         try:
-            outputs, targets = self._outputs_and_targets(inputs)
+            outputs, targets = self._run(inputs)
         except (RuntimeError, ValueError, IndexError) as error:  # for instance, the module needs an even number of rows
             if is_out_of_memory(error):
                 raise

@@ -168,16 +168,16 @@ class RowLoss(nn.Module):
             self._findings, self._row_method = _LossFindings("rows"), self._directly
             return
         divisor = divisor_of(seen.calls, {TARGET: few_targets}, len(few_targets))
-        declared_targets = divisor and divisor.targets
-        if self.kind is None and declared_targets is not None and declared_targets.kind == "targets":
+        declared = divisor and divisor.targets
+        if self.kind is None and declared is not None and declared.kind == "targets":
             # A class may have weight 0, and then the mean over only its rows is undefined.
-            self._findings.targets = declared_targets
+            self._findings.targets = declared
         row_losses = torch.stack(
             [self._loss_of_row(copied(few_outputs), few_targets, row) for row in range(len(rows))]
         ).float()
         is_finite = bool(torch.isfinite(row_losses).all() & torch.isfinite(whole).all())
         if is_finite and (bool(row_losses.any()) or bool(whole.any())):
-            self._decide(few_outputs, few_targets, whole, row_losses, declared_targets)
+            self._decide(few_outputs, few_targets, whole, row_losses, declared)
 
     def _decide(
         self,
@@ -185,22 +185,22 @@ class RowLoss(nn.Module):
         few_targets: torch.Tensor,
         whole: torch.Tensor,
         row_losses: torch.Tensor,
-        declared_targets: Optional[Targets],
+        declared: Optional[Targets],
     ) -> None:
         """Set ``kind`` and the method for the rows' losses.
 
-        ``whole``: the loss of all these rows. ``row_losses``: (rows,), the loss of each. ``declared_targets``: how a
+        ``whole``: the loss of all these rows. ``row_losses``: (rows,), the loss of each. ``declared``: how a
         public loss function that was called counts and weights its targets.
         """
-        tolerance = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
+        bound = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
         if self.kind is not None:
             self._check_new_classes(few_outputs, few_targets)
             return
-        is_public = is_known(self.loss) or declared_targets is not None
+        is_public = is_known(self.loss) or declared is not None
         kind = (
-            self._match_kind(few_outputs, few_targets, declared_targets, tolerance)
+            self._match_kind(few_outputs, few_targets, declared, bound)
             if len(few_targets) > 1
-            else self._kind_from_single_row(declared_targets)
+            else self._kind_from_single_row(declared)
         )
         if len(few_targets) > 1 and kind is None:
             self._fall_back_to_whole("the loss of several rows is neither the mean nor the sum of their losses")
@@ -208,27 +208,25 @@ class RowLoss(nn.Module):
         has_one_class = kind == "labels" and len(few_targets.unique()) == 1 and not is_public
         if kind is None or (has_one_class and self._steps_seen < MOST_SINGLE_CLASS_STEPS):
             return  # class weights only show between different classes
-        self._findings = _LossFindings(
-            kind, declared_targets if kind == "targets" else None, declared_targets is not None
-        )
+        self._findings = _LossFindings(kind, declared if kind == "targets" else None, declared is not None)
         self._remember_classes(few_targets)
         methods = [self._by_vmap, self._by_loop]
         if self._without_reduction() is not None:
             methods.insert(0, self._by_reduction_none)
         self._row_method = next(
-            method for method in methods if self._agrees(method, few_outputs, few_targets, row_losses, tolerance)
+            method for method in methods if self._agrees(method, few_outputs, few_targets, row_losses, bound)
         )
-        self._findings.is_plain = kind != "targets" and _is_plain(few_outputs, few_targets, row_losses, tolerance)
+        self._findings.is_plain = kind != "targets" and _is_plain(few_outputs, few_targets, row_losses, bound)
 
     def _match_kind(
-        self, few_outputs: Any, few_targets: torch.Tensor, declared_targets: Optional[Targets], tolerance: float
+        self, few_outputs: Any, few_targets: torch.Tensor, declared: Optional[Targets], bound: float
     ) -> Optional[str]:
         """Return the first kind that explains the loss of all rows, in value and gradient; None if none does."""
         observed = self._observe(few_outputs, few_targets)
         kinds = ["labels", "rows", "sum"] if few_targets.dtype in LABELS else ["rows", "sum"]
-        if declared_targets is not None and declared_targets.kind == "targets":
+        if declared is not None and declared.kind == "targets":
             kinds.insert(0, "targets")
-        return next((kind for kind in kinds if observed.error(kind, declared_targets) <= tolerance), None)
+        return next((kind for kind in kinds if observed.error(kind, declared) <= bound), None)
 
     def _observe(self, few_outputs: Any, few_targets: torch.Tensor) -> Observation:
         """Return the loss of all rows and of each row, with gradients with respect to the outputs."""
@@ -249,10 +247,10 @@ class RowLoss(nn.Module):
             ]
         return Observation({TARGET: few_targets}, len(few_targets), whole, parts)
 
-    def _kind_from_single_row(self, declared_targets: Optional[Targets]) -> Optional[str]:
+    def _kind_from_single_row(self, declared: Optional[Targets]) -> Optional[str]:
         """Return the kind that the loss declares, or None: the value for a single row is both the mean and the sum."""
-        if declared_targets is not None:
-            return declared_targets.kind
+        if declared is not None:
+            return declared.kind
         if _declared_option(self.loss, "reduction") == "sum":
             return "sum"
         if self._steps_seen == MOST_SINGLE_CLASS_STEPS and not is_known(self.loss):
@@ -306,7 +304,7 @@ class RowLoss(nn.Module):
     # -- methods that return the losses of all rows, each the mean over what counts in the row -------------------------
 
     def _agrees(
-        self, method: Callable, outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float
+        self, method: Callable, outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, bound: float
     ) -> bool:
         """Return whether a method gives the same losses of rows as calling the loss row by row."""
         if method == self._by_loop:
@@ -316,7 +314,7 @@ class RowLoss(nn.Module):
         except (RuntimeError, ValueError, TypeError, IndexError):  # vmap cannot map functions that look at values
             return False
         return found.shape == row_losses.shape and torch.allclose(
-            found.float(), row_losses, rtol=tolerance, atol=tolerance * 1e-2
+            found.float(), row_losses, rtol=bound, atol=bound * 1e-2
         )
 
     def _without_reduction(self) -> Optional[Callable[[Any, Any], torch.Tensor]]:
@@ -423,7 +421,7 @@ def _declared_option(loss: Any, name: str) -> Any:
     return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
 
 
-def _is_plain(outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tolerance: float) -> bool:
+def _is_plain(outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, bound: float) -> bool:
     is_classes = torch.is_tensor(outputs) and outputs.dim() == 2 and targets.dim() == 1 and targets.dtype is torch.int64
     if not is_classes:
         return False
@@ -431,4 +429,4 @@ def _is_plain(outputs: Any, targets: torch.Tensor, row_losses: torch.Tensor, tol
     if not bool((is_class | (targets == NOT_LEARNED)).all()):
         return False
     plain = functional.cross_entropy(outputs.float(), targets, reduction="none")
-    return torch.allclose(plain, row_losses, rtol=tolerance, atol=tolerance * 1e-2)
+    return torch.allclose(plain, row_losses, rtol=bound, atol=bound * 1e-2)

@@ -244,12 +244,10 @@ class Prior:
         have a gradient."""
         for i, parameter in enumerate(self.weights):
             if parameter.grad is not None:
-                distance = self._with_retry(
-                    functools.partial(self._distance_from_start, i), "adding the penalty's gradient"
-                )
+                distance = self._with_retry(functools.partial(self._offset, i), "adding the penalty's gradient")
                 parameter.grad.add_(distance, alpha=coefficient)  # in place, so it never remains half done
 
-    def _distance_from_start(self, index: int) -> torch.Tensor:
+    def _offset(self, index: int) -> torch.Tensor:
         return self.weights[index] - self.starts[index] if self.starts else self.weights[index]
 
     @torch.no_grad()

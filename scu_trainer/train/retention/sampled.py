@@ -66,13 +66,11 @@ def _weight_sums(model: nn.Module) -> list[list[Any]]:
     read = []
     for path, module in model.named_modules():
         with align_module_device(module):
-            read += [
-                [f"{path}.{name}", _absolute_sum(weight)] for name, weight in module.named_parameters(recurse=False)
-            ]
+            read += [[f"{path}.{name}", _abs_sum(weight)] for name, weight in module.named_parameters(recurse=False)]
     return read
 
 
-def _absolute_sum(weight: nn.Parameter) -> float:
+def _abs_sum(weight: nn.Parameter) -> float:
     return float(dequantized_by_torchao(weight.detach()).cpu().double().abs().sum())
 
 

@@ -100,7 +100,7 @@ def _load_scalable_update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
         if not is_adapter and loop.base is None:
             raise ModelError("the model that full tuning started from was not given")
         return second_try(
-            lambda: ScaledUpdate(model, _load_start_of_update(loop)), "the base, which is needed to scale the update,"
+            lambda: ScaledUpdate(model, _load_start(loop)), "the base, which is needed to scale the update,"
         )
     except (ModelError, OutOfMemory) as error:
         judged.notices.append(
@@ -110,7 +110,7 @@ def _load_scalable_update(loop: Any, judged: Judged) -> Optional[ScaledUpdate]:
         return None
 
 
-def _load_start_of_update(loop: Any) -> Any:
+def _load_start(loop: Any) -> Any:
     """Return the model that the update started from; None for a new adapter, which contains it."""
     start = None if loop.base is None else loop.base()
     return start if hasattr(start, "peft_config") or not hasattr(loop.trainer.model, "peft_config") else None

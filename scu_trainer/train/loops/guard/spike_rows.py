@@ -56,7 +56,7 @@ def find_outlier_rows(
     """
     if is_sharded(trainer):
         return NonFinitePlace(reason=SHARDED), ()
-    measured, reason = _measure_parts(trainer, batches, num_items)
+    measured, reason = _measure(trainer, batches, num_items)
     if trainer.accelerator.num_processes > 1:
         found = gather_object([(trainer.accelerator.process_index, measured, reason)])
         measured = [
@@ -70,9 +70,7 @@ def find_outlier_rows(
     return _pick_far_parts(measured)
 
 
-def _measure_parts(
-    trainer: Trainer, batches: Sequence[Any], num_items: Any
-) -> tuple[list[_PartGradient], Optional[str]]:
+def _measure(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[list[_PartGradient], Optional[str]]:
     """Return the gradient norms of all parts on this rank, and why there are none if running them failed."""
     weights = [p for p in trainer.model.parameters() if p.requires_grad]
     measured, reason = [], None

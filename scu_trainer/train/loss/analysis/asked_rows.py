@@ -73,15 +73,13 @@ def rows_for_trial(batches: Sequence[Batch], seen: Collection[int] = (), more: b
     different = []
     if more:
         others = sorted(others, key=length)
-        different = _pick_different_rows(batches, [first, second], others, seen)
-        different += _pick_rows_with_other_counts(counts, [first, second, *different], others)
+        different = _pick_different(batches, [first, second], others, seen)
+        different += _pick_other_counts(counts, [first, second, *different], others)
     # Grouped by batch, as in ``take``; the first row stays first.
     return sorted([first, second, *different], key=lambda row: (row[0] != first[0], row[0]))
 
 
-def _pick_different_rows(
-    batches: Sequence[Batch], chosen: list[Row], others: list[Row], seen: Collection[int]
-) -> list[Row]:
+def _pick_different(batches: Sequence[Batch], chosen: list[Row], others: list[Row], seen: Collection[int]) -> list[Row]:
     """Return rows with classes that the ``chosen`` rows do not have, or simply more rows."""
     others = [row for row in others if row not in chosen]
     if not are_classes(batches[chosen[0][0]].inputs.get("labels")):
@@ -112,9 +110,7 @@ def _count(counts: dict[int, list[tuple[float, ...]]], row: Row) -> tuple[float,
     return counts[row[0]][row[1]] if row[0] in counts else ()
 
 
-def _pick_rows_with_other_counts(
-    counts: dict[int, list[tuple[float, ...]]], chosen: list[Row], others: list[Row]
-) -> list[Row]:
+def _pick_other_counts(counts: dict[int, list[tuple[float, ...]]], chosen: list[Row], others: list[Row]) -> list[Row]:
     """For each input in which the ``chosen`` rows have equal counts, return a row with another count."""
     found: list[Row] = []
     for column in range(len(_count(counts, chosen[0]))):

@@ -261,7 +261,7 @@ class CallCounters:
     """Find numbers in ``holders`` that go up by one per call, and would count differently when batches are split."""
 
     def __init__(self, holders: Collection[Any]) -> None:
-        self._holders = [holder for holder in holders if _user_class_name(holder)]
+        self._holders = [holder for holder in holders if _user_class(holder)]
         self._left = MOST_SEARCHES
 
     def counts(self) -> Counts:
@@ -269,9 +269,7 @@ class CallCounters:
         if not self._left:
             return {}
         return {
-            (_user_class_name(holder), name): value
-            for holder in self._holders
-            for name, value in _whole_numbers(holder)
+            (_user_class(holder), name): value for holder in self._holders for name, value in _whole_numbers(holder)
         }
 
     def warn_about_counts(self, before: Counts, micro_batches: int, batches: int, rows: int) -> None:
@@ -299,7 +297,7 @@ def _whole_numbers(holder: Any) -> Iterator[tuple[str, float]]:
             yield name, buffer.item()
 
 
-def _user_class_name(holder: Any) -> str:
+def _user_class(holder: Any) -> str:
     """Return the name of the user's own class in the object's class hierarchy; empty if there is none."""
     return next((kind.__name__ for kind in type(holder).__mro__ if not comes_from(kind, *PUBLIC)), "")
 

@@ -263,11 +263,8 @@ class _OutputLayer:
         is_compiled = compiles_shapes(weight.device.type, work.compute_dtype)
         self.fills = is_compiled and work.rows_per_chunk >= ALIGNED_ROWS
         longest = max(map(work.longest_chunk, (work.learned, len(work.order) - work.learned)))
-        rows_at_most = min(longest, len(work.order))
-        shape = (
-            aligned(rows_at_most) if self.fills or goes_through_onednn(self.weight) else rows_at_most,
-            weight.size(0),
-        )
+        most_rows = min(longest, len(work.order))
+        shape = (aligned(most_rows) if self.fills or goes_through_onednn(self.weight) else most_rows, weight.size(0))
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_read = work.compute_dtype == work.loss_dtype or reads_half(self.kernel)
         self.logits = self.product if is_read else new_empty(weight, shape, work.loss_dtype)
