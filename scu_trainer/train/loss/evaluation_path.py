@@ -135,7 +135,7 @@ class EvaluationPath:
         return is_known and not has_sharded_weights(self.model)
 
     def _agrees(self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False) -> bool:
-        """``kind``: ``opened`` or ``headless``. ``instead``: what the log says is done if the losses differ."""
+        """``kind``: ``opened`` or ``headless``. ``instead``: what is done if the losses differ, for the log."""
 
         def make_context(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
             return kind(self.model, None, seen.append, rows)

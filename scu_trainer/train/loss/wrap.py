@@ -185,10 +185,10 @@ def _with_own_storage(weights: dict[str, Any]) -> dict[str, Any]:
 
 def _pick_rows(batches: Sequence[Mapping[str, Any]], seen: Collection[int]) -> dict[str, Any]:
     """Return a row of each class not in ``seen`` and a few more, from all batches that can be joined with the first."""
-    alike = [batch for batch in batches if _row_shapes(batch) == _row_shapes(batches[0])]
-    rows = torch.tensor(rows_for_wrapped_trial(torch.cat([batch[TARGET] for batch in alike]), seen))
+    joinable = [batch for batch in batches if _row_shapes(batch) == _row_shapes(batches[0])]
+    rows = torch.tensor(rows_for_wrapped_trial(torch.cat([batch[TARGET] for batch in joinable]), seen))
     parts, begin = [], 0
-    for batch in alike:
+    for batch in joinable:
         count = len(batch[TARGET])
         own = rows[(rows >= begin) & (rows < begin + count)] - begin
         begin += count
@@ -269,14 +269,14 @@ def batches_to_count(trainer: Trainer, batches: list[Any]) -> list[Any]:
         )
     if not batches or any(not torch.is_tensor(batch.get(TARGET)) for batch in batches):
         return batches
-    few_rows = _rows_to_ask(trainer, batches)
+    few_rows = _rows_for_trial(trainer, batches)
     if few_rows is not None:
         with trainer.accelerator.autocast():
             model.find_loss_kind([few_rows], trainer._prepare_inputs)
     return [{TARGET: model.row_loss.counted(batch[TARGET])} for batch in batches]
 
 
-def _rows_to_ask(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
+def _rows_for_trial(trainer: Trainer, batches: Sequence[Mapping[str, Any]]) -> Optional[dict[str, Any]]:
     """Return a few rows that may show something new about the loss, or None.
 
     With several ranks, all get the rows of the first rank that has any: they must agree on the kind of the loss, and a

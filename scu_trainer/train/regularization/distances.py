@@ -98,10 +98,10 @@ def _flatten_alike(tensor: torch.Tensor, start: Optional[torch.Tensor]) -> tuple
 
 
 def _sum_concatenated(pairs: list[Pair]) -> Iterator[torch.Tensor]:
-    alike: dict[tuple, list[Pair]] = defaultdict(list)
+    by_kind: dict[tuple, list[Pair]] = defaultdict(list)
     for tensor, start in pairs:
-        alike[tensor.device, tensor.dtype, start is None].append((_in_float32(tensor), start))
-    for (_, _, from_zero), members in alike.items():
+        by_kind[tensor.device, tensor.dtype, start is None].append((_in_float32(tensor), start))
+    for (_, _, from_zero), members in by_kind.items():
         tensors = [tensor for tensor, _ in members]
         differences = tensors if from_zero else torch._foreach_sub(tensors, [start for _, start in members])
         yield torch.cat([difference.reshape(-1) for difference in differences]).float().square_().sum()

@@ -340,7 +340,7 @@ class Regularizer:
     def _add_notice(self, text: str) -> None:
         """Report each finding once: the text before the colon identifies it, the figures after it change."""
         finding = text.partition(":")[0]
-        if not any(said.startswith(f"{finding}:") for said in self.progress.notices):
+        if not any(notice.startswith(f"{finding}:") for notice in self.progress.notices):
             self.progress.notices.append(text)
 
     # -- reports -------------------------------------------------------------------------------------------------------

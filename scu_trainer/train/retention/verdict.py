@@ -143,12 +143,12 @@ def verdict_lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     lost = found.get("lost_bits")
     if lost is None:
         return []
-    said = "kept" if found["is_within_budget"] else "NOT kept"
+    outcome = "kept" if found["is_within_budget"] else "NOT kept"
     bits = f"{lost['value']:+.4f} bits per token ({lost['low']:+.4f} to {lost['high']:+.4f})"
     lines = [
         (
             f"lost on {short_name(found['anchor'])}",
-            f"{bits} on unseen documents; the budget of {found['budget_bits']:g} is {said}",
+            f"{bits} on unseen documents; the budget of {found['budget_bits']:g} is {outcome}",
         )
     ]
     if found["scale"] < 1:

@@ -64,7 +64,7 @@ def find_outlier_rows(
             for rank, parts, _ in found
             for part in parts
         ]
-        reason = next((said for _, _, said in found if said), None)
+        reason = next((why for _, _, why in found if why), None)
     if reason is not None or not measured:
         return NonFinitePlace(reason=reason or "the step had no rows"), ()
     return _pick_far_parts(measured)

@@ -161,10 +161,10 @@ class LossAnalysis:
     def _run_trial(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> bool:
         """Run a trial with rows of ``batches`` if there are suitable ones. Returns whether it showed anything."""
         keys, classes = _keys(batches), self._new_classes(batches)
-        known, to_ask = self._by_keys.get(keys), rows_for_trial(batches, self._seen)
-        can_tell = to_ask is not None  # otherwise, as with single rows, the model is not called
+        known, trial_rows = self._by_keys.get(keys), rows_for_trial(batches, self._seen)
+        can_tell = trial_rows is not None  # otherwise, as with single rows, the model is not called
         found = self._try_rows(batches, num_items, pad_token_id) if can_tell else None
-        rows = to_ask if found is not None and classes else []
+        rows = trial_rows if found is not None and classes else []
         seen = {int(batches[number].inputs["labels"][row]) for number, row in rows}
         # Nothing below runs out of memory. If a trial above did, it will be repeated.
         self._trials += can_tell or known is not None

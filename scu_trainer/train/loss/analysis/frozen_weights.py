@@ -167,8 +167,8 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _root_modules(model: nn.Module, owner: Any) -> list[nn.Module]:
     """Return ``model`` and the modules that its trainer ``owner`` holds."""
-    beside = [] if owner is None else [one for one in vars(owner).values() if isinstance(one, nn.Module)]
-    return [model, *beside]
+    held = [] if owner is None else [one for one in vars(owner).values() if isinstance(one, nn.Module)]
+    return [model, *held]
 
 
 def _has_values(weight: torch.Tensor) -> bool:

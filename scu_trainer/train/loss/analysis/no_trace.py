@@ -119,7 +119,7 @@ def _restore_buffers(buffers: list) -> None:
 def _attributes_of(holder: Any, of_data: frozenset[str] = frozenset()) -> tuple:
     """Return the attributes of an object with their contents, for ``restore_attributes``.
 
-    ``of_data``: names of attributes with contents that nobody changes.
+    ``of_data``: names of attributes with contents that nothing changes.
     """
     is_ours = isinstance(holder, nn.Module) and comes_from(type(holder), "scu_trainer")  # they keep what trials found
     seen: set[int] = set()
@@ -219,4 +219,4 @@ MEANS_OF_DRAWS = {
     aten.randn_like: partial(_fill, 0.0),
     aten.randperm: _permutation,
 }
-"""Random operation -> function that returns the mean of its draws."""
+"""Random operation -> function that returns the mean of its draws; a fixed one for permutations."""

@@ -70,7 +70,7 @@ class OwnStep:
 
     @property
     def mixes(self) -> Optional[str]:
-        """Why no batch may be split, whatever is known about its loss; None if batches may be split."""
+        """Why no batch may be split, whatever is known about its loss; None if the step does not forbid it."""
         if self.is_stock:
             return None
         if self.exchange is not None:

@@ -246,12 +246,12 @@ class _Trial:
         targets = known and known.targets
         if any(item.shares(kind, targets) != item.shares(first, targets) for item in observations for kind in rest):
             return None, ()
-        alike = [
+        same_shares = [
             kind
             for kind in kinds_of_counts(observations[0].inputs)
             if all(item.shares(kind) == item.shares(first) for item in observations)
         ]
-        return first, (*rest, *alike)
+        return first, (*rest, *same_shares)
 
     def _known_divisor(self, inputs: Any, once: float, calls: Sequence[Call]) -> Optional[Divisor]:
         """Return the divisor of ``calls`` if the loss of ``inputs``, which is ``once``, consists of nothing else."""

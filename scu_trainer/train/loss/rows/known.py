@@ -103,8 +103,8 @@ def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> O
     found = [_divisor(call, inputs, rows) for call in calls]
     if not found or None in found:
         return None
-    alike = len({divisor.kind for divisor in found}) == 1 and all(divisor.targets is None for divisor in found)
-    if not (alike or len(found) == 1):
+    have_same_kind = len({divisor.kind for divisor in found}) == 1 and all(divisor.targets is None for divisor in found)
+    if not (have_same_kind or len(found) == 1):
         return None
     return replace(found[0], name=", ".join(dict.fromkeys(call.name for call in calls)))
 

@@ -59,8 +59,8 @@ def has_causal_loss(trainer: Trainer) -> bool:
     if any("compute_loss" in vars(kind) and kind.__module__.startswith("trl.") for kind in type(trainer).__mro__):
         return False
     is_changed = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-    replaces_loss = trainer.args.torch_compile or liger_replaces_loss(trainer.args)
-    return computes_causal_loss(trainer.model) and not is_changed and not replaces_loss
+    is_fused = trainer.args.torch_compile or liger_replaces_loss(trainer.args)
+    return computes_causal_loss(trainer.model) and not is_changed and not is_fused
 
 
 def liger_replaces_loss(training: TrainingArguments) -> bool:

@@ -70,12 +70,12 @@ def shared_prefixes(ids: Tensor, lengths: Tensor, places: Tensor) -> Optional[Sh
     # After sorting, no earlier row shares a longer prefix with a row than the one directly before it.
     order = torch.tensor(sorted(range(len(ids)), key=ids.tolist().__getitem__))
     rows, ends = ids[order], lengths[order]
-    alike = rows[1:].eq(rows[:-1]).cumprod(dim=1).sum(dim=1)
-    alike = torch.minimum(alike, torch.minimum(ends[1:], ends[:-1]))
-    if int(alike.sum()) < FEWEST_SHARE * len(places):
+    shared_tokens = rows[1:].eq(rows[:-1]).cumprod(dim=1).sum(dim=1)
+    shared_tokens = torch.minimum(shared_tokens, torch.minimum(ends[1:], ends[:-1]))
+    if int(shared_tokens.sum()) < FEWEST_SHARE * len(places):
         return None
     origin = torch.arange(ids.numel()).view_as(ids)[order]
-    for row, shared in enumerate(alike.tolist(), start=1):
+    for row, shared in enumerate(shared_tokens.tolist(), start=1):
         origin[row, :shared] = origin[row - 1, :shared]
     of_tokens = torch.empty_like(origin).index_copy_(0, order, origin).flatten()[places]
     kept, source = torch.unique(of_tokens, return_inverse=True)
