@@ -73,7 +73,8 @@ class MemoryLoop(Loop):
         self.micro_batches.loop.end_rest()
 
     def _host_memory(self) -> Optional[HostMemory]:
-        """Return the monitor of main memory; None on a CPU, where it limits micro-batches. Raises SettingsError."""
+        """Return the monitor of main memory; None on a CPU, where main memory limits micro-batches anyway. Raises
+        SettingsError for ``ram_threshold_gb`` there."""
         settings = self.micro_batches.settings
         if self.micro_batches.trainer.args.device.type != "cpu":
             return HostMemory(settings.ram_threshold_gb) if settings.memory_control else None

@@ -53,7 +53,7 @@ _CARD_BYTES: ContextVar[Optional[int]] = ContextVar("usable_gpu_bytes", default=
 
 
 def rows_in_chunk(vocab: int, device: Optional[torch.device] = None) -> int:
-    """Return ROWS, or on a CUDA ``device`` the rows whose float32 logits fill its allowed share, if more."""
+    """Return ROWS or, on a CUDA ``device``, up to MOST_ROWS_ON_CARD if their float32 logits fit its allowed share."""
     allowed_bytes = _CARD_BYTES.get() or usable_gpu_bytes(device)
     if allowed_bytes is None:
         return ROWS
