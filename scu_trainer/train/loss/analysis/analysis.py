@@ -229,8 +229,8 @@ class LossAnalysis:
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
-        """Run a trial on a few rows of ``batches``. Raises OutOfMemory, or the error of a lost rank, where a forward needs
-        all ranks."""
+        """Run a trial on a few rows of ``batches``. Where a forward needs all ranks, raises OutOfMemory or the
+        error of a lost rank."""
         trainer, lost = self.trainer, []
         waits = needs_all_ranks(trainer)
 
