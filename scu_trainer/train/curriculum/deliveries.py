@@ -54,7 +54,7 @@ class Deliveries:
         return inputs
 
     def _cut(self, inputs: Any, limit: int) -> Any:
-        """Cut rows on the right. Raises ControlError if the columns of the batch are not tokens."""
+        """Cut rows on the right. Raises ControlError if the batch is not text that can be cut there."""
         self._require_cuttable_text(inputs)
         timed = {name: value for name, value in inputs.items() if name in PADDING and has_time(name, value)}
         cut = {**inputs, **{name: value[:, :limit].contiguous() for name, value in timed.items()}}

@@ -130,10 +130,8 @@ class LossPath:
             return self.trainer._stock_loss(model, inputs, False, num_items)
 
     def _loss_context(self, kind: Optional[str], inputs: Any, weights, seen) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the model's own forward computes the loss as ``kind`` says.
-
-        ``weights``: of the rows. ``seen``: called with the losses of the rows.
-        """
+        """Return a context in which the model's own forward computes the loss as ``kind`` says. ``weights``: of the
+        rows. ``seen``: called with the losses of the rows."""
         model = self.trainer.model
         rows = self._end_to_end(inputs) if self.is_padding_free else None
         self.end_to_end = rows or self.end_to_end
@@ -205,7 +203,7 @@ class LossPath:
 
     def settle(self) -> bool:
         """Report all held losses if they are finite, and return whether they are. If not, their micro-batches must run
-        again without ``hold``, which then sets the non-finite rows aside."""
+        again without ``hold``; that sets the non-finite rows aside."""
         held, self._held = self._held or [], None
         losses = [losses for _, losses in held if losses is not None]
         if not second_try(lambda: _are_finite(losses), "checking whether the losses of rows are finite"):

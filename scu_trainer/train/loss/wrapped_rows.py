@@ -19,7 +19,7 @@ def are_classes(targets: torch.Tensor) -> bool:
 
 
 def rows_for_wrapped_trial(targets: torch.Tensor, seen: Collection[int] = ()) -> list[int]:
-    """Return a row of each class not in ``seen`` and at least one other (seen classes first), up to ``ROWS_TO_ASK``."""
+    """Return a row of each class not in ``seen`` and other rows, seen classes first: one, or up to ``ROWS_TO_ASK``."""
     labels = targets.tolist() if are_classes(targets) else [None] * len(targets)
     first: dict[int, int] = {}
     for row, label in enumerate(labels):

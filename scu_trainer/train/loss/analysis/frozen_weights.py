@@ -21,7 +21,7 @@ METRICS = "torchmetrics"
 
 
 class KeptTensor(NamedTuple):
-    """A tensor that a module keeps. ``number``: of the root module (the model, or one held by its trainer)."""
+    """A tensor that a module keeps. ``number``: of the root (model, or module of its trainer) that has ``name``."""
 
     number: int
     name: str

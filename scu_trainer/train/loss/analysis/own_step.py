@@ -141,11 +141,8 @@ class OwnStep:
 
 
 class _Watch:
-    """Records what happens in one step with ``inputs`` and ``num_items``.
-
-    ``thorough``: whether to check the values of weights and gradients, too, because ``.data`` writes without a trace;
-    this waits for the device.
-    """
+    """Records what happens in one step with ``inputs`` and ``num_items``. ``thorough``: whether to check the values of
+    weights and gradients, too, because ``.data`` writes without a trace; this waits for the device."""
 
     def __init__(
         self, inputs: Any, num_items: Any, parameters: Sequence[torch.nn.Parameter], trainer: Trainer, thorough: bool

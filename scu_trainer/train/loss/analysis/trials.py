@@ -275,9 +275,7 @@ class _Trial:
 
     def _may_trim(self, together: Any, observed: Observation) -> Optional[bool]:
         """Return whether the first row's loss stays the same without padding; None if it has none in ``together``.
-
-        ``observed``: of these or other inputs.
-        """
+        ``observed``: of these or other inputs."""
         padded = self._row(together, 0)
         if not self._is_padded(padded):
             return None

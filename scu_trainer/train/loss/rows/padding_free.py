@@ -196,10 +196,8 @@ def _install_attention() -> None:
 
 
 def _attention(stock, module, query, key, value, attention_mask, dropout=0.0, scaling=None, **others):
-    """Call ``stock``, transformers' own attention, unless ``ROWS`` is among the arguments.
-
-    query (1, heads, tokens, size), key and value (1, key heads, tokens, size) -> (1, tokens, heads, size).
-    """
+    """Call ``stock``, transformers' own attention, unless ``ROWS`` is among the arguments. query (1, heads, tokens,
+    size), key and value (1, key heads, tokens, size) -> (1, tokens, heads, size)."""
     rows: Optional[EndToEnd] = others.pop(ROWS, None)
     if rows is None:
         return stock(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others)

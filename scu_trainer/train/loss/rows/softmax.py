@@ -33,7 +33,7 @@ def kernel_for(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def reads_half(kernel: Kernel) -> bool:
-    """Return whether the kernel reads half-precision logits directly; other kernels need a float32 copy."""
+    """Return whether the kernel reads half-precision logits and computes in float32; others need a float32 copy."""
     return kernel not in (_block_by_block, _softmax_in_place)
 
 
