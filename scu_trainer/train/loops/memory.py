@@ -45,11 +45,8 @@ class MemoryLoop(Loop):
         self.micro_batches.prefetched(())
 
     def on_step_begin(self, args, state, control, **kwargs):
-        """Use the batches of the window, unless the window began within the previous step.
-
-        That happens when gradient_accumulation_steps changes during training. Then its batches belong to two steps and
-        run one by one, as in the stock loop.
-        """
+        """Use the batches of the window, unless it began within the previous step, as when gradient_accumulation_steps
+        changes. Then its batches belong to two steps and run one by one, as in the stock loop."""
         self.micro_batches.prefetched(self._window)
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:

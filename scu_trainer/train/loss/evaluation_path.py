@@ -65,10 +65,7 @@ class EvaluationPath:
         self._fewest_words, self._wants_padding_free = fewest_words, padding_free
 
     def scores(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        """Return the scores of rows, shape (rows, 2) as in ``row_scores``.
-
-        ``inputs``: of the model. ``labels``: shape (rows, time), on the model's device.
-        """
+        """Return the scores of rows, (rows, 2) as in ``row_scores``. ``labels``: (rows, time) on the model's device."""
         batch = {**inputs, "labels": labels}
         with self.collect_row_losses(batch) as seen:
             if seen is None:

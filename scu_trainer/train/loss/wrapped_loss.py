@@ -187,11 +187,8 @@ class RowLoss(nn.Module):
         row_losses: torch.Tensor,
         declared: Optional[Targets],
     ) -> None:
-        """Set ``kind`` and the method for the rows' losses.
-
-        ``whole``: the loss of all these rows. ``row_losses``: (rows,), the loss of each. ``declared``: how a
-        public loss function that was called counts and weights its targets.
-        """
+        """Set ``kind`` and the method for the rows' losses. ``whole``: the loss of all these rows. ``row_losses``:
+        (rows,), of each. ``declared``: how a public loss function that was called counts and weights its targets."""
         bound = ROUGH if whole.dtype in (torch.float16, torch.bfloat16) else EXACT
         if self.kind is not None:
             self._check_new_classes(few_outputs, few_targets)

@@ -61,10 +61,8 @@ class _Copied(torch.autograd.Function):
 
 
 def shared_prefixes(ids: Tensor, lengths: Tensor, places: Tensor) -> Optional[SharedPrefixes]:
-    """Return the shared prefixes; None if rows share next to nothing.
-
-    ids (rows, time), lengths (rows,), places (tokens,): on the host.
-    """
+    """Return the shared prefixes; None if rows share next to nothing. ids (rows, time), lengths (rows,), places
+    (tokens,): on the host."""
     if len({tuple(beginning) for beginning in ids[:, :FEWEST_TOKENS].tolist()}) == len(ids):
         return None
     # After sorting, no earlier row shares a longer prefix with a row than the one directly before it.
