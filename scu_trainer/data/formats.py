@@ -44,8 +44,8 @@ _LIST_OF_MESSAGES = re.compile(
     rf"""\s*\[\s*\{{\s*["'](?:(?:content|value)["']\s*:.*["'])?(?:role|from)["']\s*:\s*["'](?:{_SPEAKERS})["']""",
     re.DOTALL | re.IGNORECASE,
 )
-"""Matches a list of messages written as text. Its first object must begin with a speaker, or with content followed by
-a speaker, so that an answer that lists other objects stays text."""
+"""A list of messages written as text. Its first object must begin with a speaker, or with content and then a speaker,
+so that an answer that lists other objects stays text."""
 
 
 class Columns(NamedTuple):
@@ -68,8 +68,7 @@ class Columns(NamedTuple):
 
 
 class RowContent(NamedTuple):
-    """The content of a row. ``format``: its name and the columns that were read. ``not_used``: all other columns that
-    have a value."""
+    """``format``: its name and the columns that were read. ``not_used``: the other columns that have a value."""
 
     content: Content
     format: str
@@ -109,8 +108,7 @@ ReadRow = tuple[str, Content, Sequence[str]]
 
 
 def _from_named(row: dict, columns: Columns) -> Optional[ReadRow]:
-    """Read the columns that the settings name. Returns None if they do not say where the content is, so that the usual
-    names decide."""
+    """Read the columns that the settings name; None if these do not include the content, so that usual names decide."""
     if columns.messages is not None:
         return _conversation(row, _require_column(row, columns.messages, "messages_column"), columns.system)
     if columns.prompt is not None or columns.response is not None:
@@ -132,7 +130,6 @@ def _from_chat(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
 
 
 def _conversation(row: dict, column: str, system_column: Optional[str]) -> ReadRow:
-    """Read a column of messages, with the row's system prompt and tools."""
     messages, system = with_system_prompt(row, messages_of(row[column], column), system_column)
     tools_column = next((name for name in TOOLS if not _is_empty(row.get(name))), TOOLS[0])
     is_sharegpt = isinstance(row[column], list) and isinstance(row[column][0], dict) and "from" in row[column][0]
@@ -143,9 +140,7 @@ def _conversation(row: dict, column: str, system_column: Optional[str]) -> ReadR
 def with_system_prompt(
     row: dict, messages: list[dict], system_column: Optional[str]
 ) -> tuple[list[dict], tuple[str, ...]]:
-    """Put the row's system prompt before ``messages``, unless they have one already.
-
-    Returns the messages and the column that was read, as a tuple that may be empty."""
+    """Put the row's system prompt before ``messages``, unless they have one. Also returns the column read, or ()."""
     column = system_column or next((name for name in SYSTEMS if not _is_empty(row.get(name))), SYSTEMS[0])
     system = row.get(column)
     if not isinstance(system, str) or messages[0]["role"] == "system":
@@ -175,7 +170,7 @@ def _messages_pair(row: dict, prompt: str, response: str, system_column: Optiona
 
 
 def are_messages(value: Any) -> bool:
-    """Whether ``value`` is a list of messages, or text in a table that looks like one."""
+    """Whether ``value`` is a list, or text that looks like a list of messages, as tables hold them."""
     return isinstance(value, list) or (isinstance(value, str) and _LIST_OF_MESSAGES.match(value) is not None)
 
 
@@ -185,9 +180,7 @@ def _as_messages(value: Any, column: str, role: str) -> list[dict]:
 
 
 def _from_pair(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
-    """Find a question and its answer by their usual column names.
-
-    Raises BadRow if several columns could be the question or the answer."""
+    """Find a question and its answer by their usual names. Raises BadRow if several columns could be one of them."""
     prompts, answers = ([name for name in names if isinstance(row.get(name), str)] for names in (PROMPTS, ANSWERS))
     prompts = prompts or [name for name in SOLE_PROMPTS if isinstance(row.get(name), str)]
     if not prompts or not answers:
@@ -201,7 +194,7 @@ def _from_pair(row: dict, system_column: Optional[str]) -> Optional[ReadRow]:
 
 
 def _require_text_in_pair(row: dict) -> None:
-    """Raise BadRow if the row has columns for a question and an answer, but one of them does not hold text."""
+    """Raise BadRow if a row without a text column has a question and an answer, and one of them is not text."""
     both = [next((name for name in names if name in row), None) for names in ((*PROMPTS, *SOLE_PROMPTS), ANSWERS)]
     if None not in both and DEFAULT_TEXT_COLUMN not in row:
         for name in both:
@@ -211,9 +204,8 @@ def _require_text_in_pair(row: dict) -> None:
 def _build_pair(
     row: dict, prompt: str, answer: str, system_column: Optional[str], *, is_named: bool = False
 ) -> ReadRow:
-    """Build a Pair from the two columns, with the context, system prompt and history of the row.
-
-    ``is_named``: the settings name the two columns. A context or system prompt that is not text is ignored then."""
+    """``is_named``: the settings name the two columns. Then a context or system prompt that is not text is ignored,
+    unless ``system_column`` names it."""
     context = _first_filled(row, [name for name in CONTEXTS if name not in (prompt, answer)])
     context, context_text = _optional_text(row, context, (prompt, answer), is_named)
     if system_column is None:
@@ -233,7 +225,7 @@ def _build_pair(
 
 def question_messages(row: dict, prompt: str) -> list[dict]:
     """Return the question in the column ``prompt`` as messages, with the context, system prompt and history that
-    training would read too. Raises BadRow if one of these is unusable."""
+    training would read. Raises BadRow if one of these is unusable."""
     around = [_first_filled(row, names) for names in (CONTEXTS, SYSTEMS)]
     odd = next((name for name in around if not (_is_empty(row.get(name)) or isinstance(row[name], str))), None)
     if odd is not None:
@@ -250,7 +242,7 @@ def _optional_text(row: dict, name: Optional[str], pair: tuple[str, str], is_nam
         return name, value if isinstance(value, str) else ""
     if is_named:
         return None, ""
-    raise BadRow(  # for example a number that a table parsed from text, or a list of several texts
+    raise BadRow(  # a number that a table parsed from text, or a list of several texts
         f"column {name!r} holds {type(value).__name__}, not text, and the answer would be learned without it; write it "
         f"as text, or ignore it with --prompt_column {pair[0]} --response_column {pair[1]}"
     )
@@ -281,8 +273,8 @@ def _from_text(row: dict, column: str) -> ReadRow:
 
 
 def _refuse_unusable_columns(row: dict, content: Content) -> None:
-    """Raise BadRow if training would ignore a column that changes what the row means: a rejected answer, an image, or
-    a mark that the answer is bad."""
+    """Raise BadRow if the row has a column that changes its meaning and is not learned from: a rejected answer, an
+    image, or a mark that the answer is bad."""
     if all(not _is_empty(row.get(name)) for name in PREFERENCES) and not isinstance(content, Text):
         raise BadRow(_PREFERENCE)
     if isinstance(content, Text):
@@ -304,10 +296,8 @@ def _refuse_unusable_columns(row: dict, content: Content) -> None:
 
 
 def _mark(row: dict, name: str) -> Optional[bool]:
-    """Return the KTO mark in column ``name``, which a table may hold as a word; None for any other value.
-
-    0 and 1 are marks only in a column ``kto_tag`` or in a row with ``prompt`` and ``completion``. Elsewhere they may be
-    class labels."""
+    """Return the KTO mark in column ``name``, which a table may hold as a word; None for any other value. 0 and 1 are
+    marks only in ``kto_tag``, or next to ``prompt`` and ``completion``; elsewhere they may be class labels."""
     marks = {"true": True, "false": False}
     if name == "kto_tag" or {"prompt", "completion"} <= {*row}:
         marks |= {"1": True, "1.0": True, "0": False, "0.0": False}
@@ -323,7 +313,6 @@ _PREFERENCE = (
 
 
 def _require_column(row: dict, column: str, setting: str) -> str:
-    """Return ``column``. Raises BadRow if the row does not have it."""
     if column not in row:
         raise BadRow(
             f"has no column {column!r}, which {setting} names{did_you_mean(column, map(str, row))}; {_columns_of(row)}"
@@ -332,7 +321,6 @@ def _require_column(row: dict, column: str, setting: str) -> str:
 
 
 def _only_column(row: dict, names: Sequence[str], setting: str) -> str:
-    """Return the only column of the row among ``names``. Raises BadRow if there is none or more than one."""
     candidates = [name for name in names if name in row]
     if len(candidates) != 1:
         raise BadRow(
@@ -347,7 +335,7 @@ def _columns_of(row: dict) -> str:
 
 
 def _why_no_text(row: dict, text_column: str) -> str:
-    """Return the reason why a row without ``text_column`` cannot be used, and what to do about it."""
+    """Say why a row without ``text_column`` cannot be used, and what to do."""
     if any(not _is_empty(row.get(name)) for name in PREFERENCES):
         return _PREFERENCE
     known = _why_incomplete(row)
@@ -362,7 +350,7 @@ def _why_no_text(row: dict, text_column: str) -> str:
 
 
 def _why_incomplete(row: dict) -> Optional[str]:
-    """Return what is wrong with a row whose columns show which format was meant; None if they do not show it."""
+    """Say what is wrong with a row whose columns show which format was meant; None if they do not show it."""
     if "input_ids" in row:
         return (
             f"holds token ids (input_ids), but the commands read text and tokenize it; {_columns_of(row)}. Give the "
@@ -390,7 +378,7 @@ def _why_incomplete(row: dict) -> Optional[str]:
 
 
 def _why_capitalized(row: dict) -> Optional[str]:
-    """Return what is wrong with a row whose columns have usual names, but not in lower case: Question, Answer."""
+    """Say what is wrong with a row whose columns have usual names, but not in lower case: Question, Answer."""
     usual, typed = ((*PROMPTS, *SOLE_PROMPTS), ANSWERS), {str(name).lower(): str(name) for name in row}
     prompt, answer = (next((typed[name] for name in names if name in typed), None) for names in usual)
     if prompt is None or answer is None:

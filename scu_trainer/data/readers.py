@@ -1,7 +1,6 @@
 """Read records from files one at a time, so that memory does not grow with the file; and find the splits in file names.
 
-Rows count from 1. In a .jsonl file the row is the line number, so that an editor finds it. A file may be compressed by
-gzip.
+Rows count from 1. In a .jsonl file the row is the line number, so an editor finds it. Files may be gzip-compressed.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ def require_kind(path: Path) -> str:
 
 
 def read_file(path: Path, text_column: str, *columns: str) -> Iterator[Record]:
-    """Yield the records of one file, read according to its suffix. A .txt file is one record with the column
-    ``text_column``. ``columns``: other columns that the caller needs.
-
-    Raises DataError for a file that cannot be read or has an unknown suffix."""
+    """Yield the records of one file, by its suffix. A .txt file is one record with the column ``text_column``.
+    ``columns``: other columns that the caller needs. Raises DataError for a file that cannot be read or has an unknown
+    suffix."""
     kind = require_kind(path)
     if kind == ".txt":
         yield Record(shown_name(path), {text_column: "".join(_text_lines(path))})
@@ -161,8 +159,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 
 
 def _read_arrow(path: Path) -> Iterator[Record]:
-    """Yield the records of an IPC file (Feather) or stream, as written by pyarrow and the datasets library. The file is
-    memory-mapped."""
+    """Read an IPC file (Feather) or stream, as pyarrow and the datasets library write them, by memory-mapping it."""
     import pyarrow
 
     try:
@@ -211,7 +208,7 @@ _ABOUT_DATA = re.compile(r"^(licen[cs]e|readme|copying|notice|changelog|citation
 
 
 class SplitFiles(NamedTuple):
-    """``files``: files by split; empty if no name indicates a split. ``notes``: lines for the user about the rest."""
+    """``files``: by split; empty if no name indicates a split. ``notes``: lines for the user about the rest."""
 
     files: dict[str, list[Path]]
     notes: tuple[str, ...] = ()
@@ -219,9 +216,8 @@ class SplitFiles(NamedTuple):
 
 def split_of(path: Path, folder: Path) -> Optional[str]:
     """Return the split of a file in ``folder`` (train, validation or test), from a word in its name or in the name of a
-    subfolder ("train-00.jsonl", "my_test.csv", "val/0.jsonl"); None if there is no such word.
-
-    Raises DataError if one word says train and another says a held-out split."""
+    subfolder ("train-00.jsonl", "my_test.csv", "val/0.jsonl"); None if there is no such word. Raises DataError if one
+    word says train and another a held-out split."""
     words = _WORD.findall(path.relative_to(folder).as_posix().lower())
     splits = [canonical_split(word) for word in words]
     if "train" in splits and len(set(splits)) > 1:
@@ -233,7 +229,7 @@ def split_of(path: Path, folder: Path) -> Optional[str]:
 
 
 def is_hidden(path: Path, folder: Path) -> bool:
-    """Whether the file, or a folder between it and ``folder``, has a name that begins with a dot."""
+    """Whether the name of the file, or of a folder between it and ``folder``, begins with a dot."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
@@ -253,8 +249,7 @@ def find_split(splits: Iterable[str], wanted: Sequence[str]) -> Optional[str]:
 
 
 def require_split(name: str, splits: Iterable[str], wanted: Sequence[str], shown: Iterable[str]) -> str:
-    """Return ``find_split``. ``shown``: the names of the splits for messages. Raises DataError if no wanted split
-    exists."""
+    """Return ``find_split``. Raises DataError, with the splits ``shown``, if no wanted one exists."""
     chosen = find_split(splits, wanted)
     if chosen is None:
         raise DataError(
@@ -267,9 +262,8 @@ def require_split(name: str, splits: Iterable[str], wanted: Sequence[str], shown
 def find_held_out_split(
     name: str, splits: Iterable[str], chosen: str, items: str, has_own: bool
 ) -> tuple[Optional[str], tuple[str, ...]]:
-    """Return the held-out split of a dataset, and notes about it and about splits that are not read.
-
-    ``chosen``: the training split. ``has_own``: an ``eval_dataset`` is given, so no split is held out."""
+    """Return the held-out split of a dataset, and notes about it and about splits that are not read. ``chosen``: the
+    training split. ``has_own``: an ``eval_dataset`` is given, so no split is held out."""
     others = [split for split in splits if split != chosen]
     held_out = None if has_own else find_split(others, HELD_OUT_SPLITS)
     left = [split for split in others if split != held_out]
@@ -279,8 +273,8 @@ def find_held_out_split(
 
 
 def group_by_split(files: Sequence[Path], folder: Path) -> SplitFiles:
-    """Group files by their splits. Raises DataError if there are training files, and other data files name no split:
-    training must not silently use files that are meant for testing."""
+    """Group files by their splits. Raises DataError if some files name train and other data files no split: training
+    must not silently use files that are meant for testing."""
     by_split: dict[str, list[Path]] = {}
     rest: list[Path] = []
     for path in files:
@@ -292,8 +286,8 @@ def group_by_split(files: Sequence[Path], folder: Path) -> SplitFiles:
 
 
 def _with_unnamed(by_split: dict[str, list[Path]], rest: list[Path], folder: Path) -> SplitFiles:
-    """Add the files that name no split (``rest``): as training data if no file is named train, else none. Files that
-    are not data are noted."""
+    """Use ``rest``, the files that name no split, for training; raise DataError if other files name train. Left out and
+    noted are files that are not data and, if files name train, those of a kind that no file with a split has."""
     kinds = {kind_of(path) for paths in by_split.values() for path in paths} if "train" in by_split else set()
     left = [path for path in rest if _is_about_data(path) or (kinds and kind_of(path) not in kinds)]
     data = [path for path in rest if path not in left]

@@ -36,9 +36,8 @@ LENGTHS_PER_BLOCK = 2**16
 class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this class as a rank-aware batch sampler
     """Yields the micro-batches of one rank, as lists of sample numbers.
 
-    ``lengths``: tokens of every sample. ``rows_per_batch``: rows of a uniform micro-batch. ``epochs``: epochs of the
-    whole run; may be set later, because the first epoch is planned without it.
-
+    ``lengths``: tokens of every sample. ``rows_per_batch``: rows of a uniform micro-batch; the last one has
+    ``fewest_rows`` or more. ``epochs``: of the whole run; may be set later, as the first epoch is planned without it.
     ``difficulty``: what is known about every sample. ``availability``: free share of memory, for the next plan.
     ``costs``: memory of every sample in any unit; by default its length. ``content``: a checksum of the data, or None;
     a checkpoint with another checksum is refused.
@@ -74,7 +73,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         self.nominal_batches = self.plan(0).micro_batches // world
 
     def __len__(self) -> int:
-        """Return the micro-batches of a rank in the first epoch, from which the length of a run is estimated."""
+        """The number of micro-batches of a rank in the first epoch, from which the length of a run is estimated."""
         return self.nominal_batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -107,8 +106,8 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
             raise DataError(f"epoch {epoch} has nothing to train on: {error}") from error
 
     def replan_rest(self, done: int) -> bool:
-        """Plan the epoch again after its first ``done`` micro-batches (of all ranks), from the present difficulties.
-        Returns whether anything changed."""
+        """Select again what follows the first ``done`` micro-batches (of all ranks) of the epoch, from the present
+        difficulties. Returns whether anything changed."""
         before = self._plan
         snapshot = self.difficulty.view(self.availability, self.costs)
         self._plan = control.reselected_plan(before, done, self.law, snapshot, self.epochs, self.lengths, self.seed)
@@ -117,12 +116,11 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
     def update(
         self, ids: numpy.ndarray, losses: numpy.ndarray, epoch: int, labels: Optional[numpy.ndarray] = None
     ) -> None:
-        """Record the losses (in nats) of the samples ``ids`` and, for classification, their labels; each of shape
-        (k,)."""
+        """Record losses (nats) of the samples ``ids`` and, for classification, their labels; each of shape (k,)."""
         self.difficulty.update(ids, losses, epoch, labels)
 
     def suspects(self) -> numpy.ndarray:
-        """Return the samples that the noise guard now considers mislabelled, worst first."""
+        """Return the samples that look wrong to the noise guard now, worst first."""
         snapshot = self.difficulty.view()
         ids = without_quarantined(snapshot, numpy.arange(len(self.lengths))).ids
         return noise.suspects(snapshot, ids, self.law)[0]
@@ -202,11 +200,10 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         return _change_messages(changes, state["epoch"], left if recut else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
-        """Raise CheckpointError if the checkpoint was written with other training rows."""
         same = (len(self.lengths), _crc32_of(self.lengths)) == (state["samples"], state["lengths_crc32"])
         same_content = None in (self.content, state["content"]) or self.content == state["content"]
         if not (same and same_content):
-            difference = "with other content" if same else "or their lengths differ"
+            difference = "with other content" if same else "with other lengths"
             raise CheckpointError(
                 f"the checkpoint was written with {state['samples']:,} training rows, now there are "
                 f"{len(self.lengths):,}, {difference}: its scores, order and weights would apply to wrong rows. Use "

@@ -54,10 +54,8 @@ WHOLE_HASH_BYTES = 2**20  # files up to this size are known by content, larger o
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset that can be read record by record.
-
-    Each call of ``read`` starts at the first record. ``identity`` is JSON-like and changes with the content.
-    ``columns_not_read``: columns of the dataset that are missing from the records. ``notes``: lines for the user."""
+    """``read()`` starts at the first record each time. ``identity`` is JSON-like and changes with the content.
+    ``columns_not_read``: columns of the dataset that its records come without. ``notes``: lines for the user."""
 
     name: str
     identity: list
@@ -75,7 +73,7 @@ def notes_of(source: Source, held_out: Optional[Source]) -> tuple[str, ...]:
 def training_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
     """Return the source of ``settings.dataset``, with its own held-out split if it has one.
 
-    ``columns``: extra columns to read. A dataset of the datasets library is read without all unknown columns.
+    ``columns``: columns to read besides those of the formats. The datasets library is asked for no others.
     """
     wanted = (settings.dataset_split,)
     will_split = settings.eval_dataset is None and settings.validation_split_percentage > 0
@@ -97,11 +95,9 @@ def _resolve(
     will_split: bool,
     columns: tuple[str, ...],
 ) -> Source:
-    """Return the source that ``name`` refers to: an embedded dataset, a folder, a file or a Hub id.
-
-    ``wanted``: splits in order of preference. ``will_split``: documents are held out of this source."""
+    """``wanted``: splits in order of preference. ``will_split``: documents will be held out of this source."""
     path = Path(name).expanduser()
-    if len(wanted) == 1 and (name in EMBEDDED_DATASETS or path.exists()):  # only training data want a single split
+    if len(wanted) == 1 and (name in EMBEDDED_DATASETS or path.exists()):  # one wanted split: the training data
         refuse_hub_settings(name, None, settings.dataset_config_name or None)
     if name in EMBEDDED_DATASETS:
         refuse_hub_settings(name, wanted[-1])
@@ -203,7 +199,7 @@ def _from_folder_of_one_split(
     settings: DataSettings,
     will_split: bool,
 ) -> Source:
-    """Return all data files of the folder as one source, even if their names say another split than the wanted one."""
+    """Return all data files as one source, even if their names say another split than the wanted one."""
     refuse_hub_settings(str(folder), wanted[-1])
     [(split, files)] = by_split.items()
     if split not in wanted:
@@ -213,10 +209,9 @@ def _from_folder_of_one_split(
 
 
 def files_and_links(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the visible files at any depth of ``folder``, and the links that are not followed, both sorted by name.
-
-    Links to folders are not followed because they may form a cycle; broken links cannot be followed. Raises DataError
-    for a folder that cannot be read, holds too many files, or belongs to the operating system."""
+    """Return the visible files at any depth of ``folder``, and the links that are not followed: links to folders, which
+    may form a cycle, and broken ones. Both are sorted by name. Raises DataError for a folder that cannot be read, holds
+    too many files, or belongs to the operating system."""
     if str(folder.resolve()) in ("/", "/proc", "/sys", "/dev"):
         raise DataError(f"{folder} is a folder of the operating system; give the folder that holds the data")
     try:
@@ -252,9 +247,7 @@ def _from_files(name: str, files: list[Path], settings: DataSettings, will_split
 
 
 def _read_files(files: list[Path], columns: tuple[str, ...]) -> Iterator[Record]:
-    """Read the records of all files. ``columns``: the text column comes first.
-
-    If several files share a name, the places of their records begin with the folder, to tell them apart."""
+    """``columns``: the text column comes first. Places in files that share a name begin with the folder."""
     name_counts, top = Counter(path.name for path in files), os.path.commonpath([path.parent for path in files])
     for path in files:
         folder = os.path.relpath(path.parent, top) if name_counts[path.name] > 1 else os.curdir
@@ -264,8 +257,7 @@ def _read_files(files: list[Path], columns: tuple[str, ...]) -> Iterator[Record]
 
 
 def _from_text_file(name: str, path: Path, identity: list, text_column: str, will_split: bool) -> Source:
-    """Return a source of the documents of a .txt file, or of its paragraphs if it is one document and some must be held
-    out."""
+    """Cut a .txt file into documents, or into paragraphs if it is one document and some of it is to be held out."""
     blank_lines, notes = BLANK_TWICE, ()
     if will_split and not has_several_sections(path, BLANK_TWICE) and has_several_sections(path, BLANK_ONCE):
         blank_lines = BLANK_ONCE
@@ -275,7 +267,7 @@ def _from_text_file(name: str, path: Path, identity: list, text_column: str, wil
 
 
 def _file_identity(path: Path) -> list:
-    """Return the path with the hash of a small file, or with size and modification time of a large one."""
+    """Return the path with the hash of a small file, or with the size and modification time of a large one."""
     state = path.stat()
     if state.st_size <= WHOLE_HASH_BYTES:
         try:
@@ -300,8 +292,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def load_saved(folder: Path):
-    """Return the result of ``datasets.load_from_disk``. Raises DataError for a folder that is damaged or was written
-    by another program."""
+    """Call ``datasets.load_from_disk``. Raises DataError for a folder that is damaged or of another program."""
     import datasets
     import pyarrow
 
@@ -335,12 +326,7 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
         return datasets.load_dataset(
             name, config, split=part, streaming=settings.streaming, cache_dir=str(cache_dir / "datasets")
         )
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        datasets.exceptions.DatasetsError,
-    ) as error:  # RuntimeError: has a script
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
         raise DataError(
             f"dataset {name!r} is not an embedded name "
             f"({', '.join(EMBEDDED_DATASETS)}){did_you_mean(name, EMBEDDED_DATASETS)}, not a file or folder here, "
@@ -370,9 +356,8 @@ def named_columns(settings: DataSettings) -> tuple[str, ...]:
 
 
 def _select_known_columns(rows, wanted: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """Return the rows with only the columns that a format may read, and the names of the columns left out.
-
-    Those may hold images or audio, which would take time to decode."""
+    """Return the rows with only the columns that a format may read, and the names of the others, which may hold images
+    or audio and would take time to decode. If no column is known, all are kept."""
     names = list(rows.column_names or ())
     known = [column for column in names if column in (*KNOWN_COLUMNS, *wanted)]
     return (rows.select_columns(known), tuple(name for name in names if name not in known)) if known else (rows, ())

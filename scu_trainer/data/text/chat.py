@@ -55,10 +55,9 @@ def spelled_markers(tokenizer, name: str) -> list[str]:
 
 
 def unstable_prompt_end(tokenizer) -> str:
-    """Return the end of a prompt that is tokenized differently in training, where an answer follows, than in inference.
-
-    A BPE tokenizer may join two line breaks, or a blank, to the text that follows. Returns "" if there is no such end,
-    or if the template refuses a question with an answer."""
+    """Return the end of a prompt that is tokenized differently in training, where an answer follows, than in inference:
+    a BPE tokenizer may join two line breaks, or a blank, to the text that follows. Returns "" if there is no such end,
+    or if the template refuses the example or renders its prompt differently before an answer."""
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
     render = _renderer(tokenizer, Chat(turns))
     try:
@@ -72,8 +71,7 @@ def unstable_prompt_end(tokenizer) -> str:
 
 
 def special_ids(tokenizer) -> set[int]:
-    """Return the ids of all special tokens, including those that are only in the list of added tokens, such as
-    <|eot_id|> of Llama 3."""
+    """Return the ids of all special tokens, also of those only in the list of added tokens, as Llama 3's <|eot_id|>."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
 
@@ -90,8 +88,8 @@ def chat_template_of(tokenizer, model_name: str) -> str:
 
 
 class Encoded(NamedTuple):
-    """The token ids of a conversation, whether each is learned, and the rendered text. ``left_out`` describes words
-    that the template leaves out around learned answers, for the user."""
+    """Token ids, whether each is learned, and the rendered text. ``left_out`` tells the user which words the template
+    leaves out around learned answers."""
 
     ids: list[int]
     learned: list[bool]
@@ -163,8 +161,8 @@ def _renderer(tokenizer, chat: Chat):
 
 
 def _apply_to_calls(apply, messages: list[dict], **options):
-    """Render ``messages`` with the arguments of calls as objects; if the template fails on objects (DeepSeek's
-    concatenates them with text), with the arguments as JSON."""
+    """Render ``messages`` with the arguments of calls as objects, or as JSON if the template fails on objects, as
+    DeepSeek's does, which concatenates them with text."""
     try:
         return apply(messages, **options)
     except TypeError:
@@ -172,7 +170,6 @@ def _apply_to_calls(apply, messages: list[dict], **options):
 
 
 def _with_json_calls(message: dict) -> dict:
-    """Return the message with the arguments of its calls as JSON text."""
     if "tool_calls" not in message:
         return message
     calls = copy.deepcopy(message["tool_calls"])
@@ -182,8 +179,8 @@ def _with_json_calls(message: dict) -> dict:
 
 
 def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
-    """Return the unusual keys of messages (name, id, thought, ...) that the template ignores: without them it renders
-    the same ``text``."""
+    """Return the keys of messages beyond READ_KEYS (name, id, thought, ...) without which the template renders ``text``
+    too."""
     render = _renderer(tokenizer, chat)
 
     def changes_nothing(key: str) -> bool:
@@ -198,11 +195,10 @@ def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
 
 
 def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
-    """Return token ids and a mask of the tokens inside the template's ``{% generation %}`` blocks.
-
-    The mask is made from characters, as in ``_by_spans``, because ``return_assistant_tokens_mask`` of transformers is
-    wrong in two cases: if several tokens form the last character, it marks only the first; and if the tokenizer joins
-    a character to the one before it (NFC), it marks everything that follows."""
+    """Return token ids and a mask of the tokens inside the template's ``{% generation %}`` blocks. It is made from
+    characters, because ``return_assistant_tokens_mask`` of transformers is wrong in two cases: if several tokens form
+    the last character, it marks only the first; if the tokenizer joins a character to the one before it (NFC), it
+    marks everything that follows."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     def apply(messages: list[dict]) -> tuple[list[str], list[list[tuple[int, int]]]]:
@@ -219,8 +215,8 @@ def _by_generation_marks(tokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
 
 
 def _by_answers(tokenizer, chat: Chat, first: int) -> tuple[list[int], list[bool]]:
-    """Return token ids and a mask as ``_by_generation_marks``, but without answers before turn ``first`` and answers
-    with a weight of 0. Raises BadRow if the marks do not show which tokens these are."""
+    """As ``_by_generation_marks``, but without answers before turn ``first`` and those with a weight of 0. Raises
+    BadRow if the marks do not show which tokens these are."""
     ids, learned = _by_generation_marks(tokenizer, chat)
     runs = _runs(learned)
     for turn, message in enumerate(chat.messages):
@@ -235,7 +231,7 @@ def _by_answers(tokenizer, chat: Chat, first: int) -> tuple[list[int], list[bool
 
 
 def _marked_runs_before(tokenizer, chat: Chat, end: int) -> int:
-    """Return the number of marked runs in the conversation up to, but without, turn ``end``."""
+    """Return the number of marked runs in the turns before ``end``."""
     return len(_runs(_by_generation_marks(tokenizer, chat._replace(messages=chat.messages[:end]))[1])) if end else 0
 
 
@@ -267,7 +263,6 @@ def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -
 
 
 def _not_found() -> BadRow:
-    """Return the error for a template that does not show where the learned tokens are."""
     return BadRow(
         "the chat template renders the start of the conversation differently when more follows, so the learned "
         "tokens cannot be found; mark the assistant's words with {% generation %} in the template, or learn all "
@@ -276,11 +271,10 @@ def _not_found() -> BadRow:
 
 
 def _span_by_words(render, messages: list[dict], first: int, end: int, eos: str | None) -> _Span:
-    """Return the same as ``_span``, but also for templates that render a turn differently when more turns follow.
-
-    Qwen3, for example, leaves out the reasoning of earlier turns, and DeepSeek R1 ends its generation prompt with
-    "<think>", which it puts before no answer. The span is found by comparing what is between the words of the previous
-    message and those of the answer, and what follows the answer, in the whole text and in the prompt for the answer."""
+    """As ``_span``, but also for templates that render a turn differently when more turns follow (Qwen3 leaves out the
+    reasoning of earlier turns), or whose generation prompt ends in words that no rendered answer follows ("<think>" of
+    DeepSeek R1). Compares the text between the words of the previous message and those of the answer, and the text
+    after the answer, in the whole conversation and where the model is prompted."""
     try:
         return _span(render, messages, first, end, eos)
     except BadRow:
@@ -295,8 +289,7 @@ def _span_by_words(render, messages: list[dict], first: int, end: int, eos: str 
 
 
 def _begin_by_words(whole: str, render, messages: list[dict], first: int) -> tuple[int, str]:
-    """Return where the answer ``first`` begins in ``whole``, and the part of its generation prompt that is missing
-    there."""
+    """Return where answer ``first`` begins in ``whole``, and the part of its generation prompt that is not there."""
     asked = render(messages[:first], add_generation_prompt=True)
     header = asked[_end_of_words(asked, lambda cut: render(cut, True), messages[:first], first - 1) :]
     before = _end_of_words(whole, render, messages, first - 1)
@@ -311,9 +304,7 @@ def _begin_by_words(whole: str, render, messages: list[dict], first: int) -> tup
 
 def _end_by_words(whole: str, render, messages: list[dict], end: int, eos: str | None) -> tuple[int, str]:
     """Return where the answer before message ``end`` ends in ``whole``, and its end marker if that is missing there.
-
-    gpt-oss, for example, ends earlier answers with another marker than the last one. The model must not generate that
-    other marker, so it is not learned."""
+    gpt-oss ends earlier answers with another marker, which the model must not generate, so it is not learned."""
     last, cut = _end_of_words(whole, render, messages, end - 1), render(messages[:end])
     rest = cut[_end_of_words(cut, render, messages[:end], end - 1) :]
     for own_end in (rest, rest.removesuffix(eos or "")):
@@ -352,9 +343,8 @@ def _end_of_words(text: str, render, messages: list[dict], turn: int) -> int:
 
 
 def _begin_of_words(text: str, render, messages: list[dict], turn: int) -> int:
-    """Return where the words of message ``turn`` begin in ``text``, after its reasoning and before its calls.
-
-    Uses ``_SENTINEL`` and raises BadRow as ``_end_of_words`` does."""
+    """Return where the words of message ``turn`` begin in ``text``, after its reasoning and before its calls. Raises
+    BadRow as ``_end_of_words`` does."""
     content = messages[turn].get("content", "")
     answer = content.rpartition("</think>")[2].lstrip()
     marked = [*messages]
@@ -366,18 +356,15 @@ def _begin_of_words(text: str, render, messages: list[dict], turn: int) -> int:
 
 
 def _without_end(render, messages: list[dict], eos: str | None) -> tuple[str, str]:
-    """Render a conversation without and with a generation prompt, as a pair of texts.
-
-    Some templates, such as that of Phi 3.5, put ``eos`` after a whole conversation; the first text does not contain
-    it. If the second text has it too, it is the end of the turn and is kept."""
+    """Render a conversation without and with a generation prompt. An ``eos`` that the template puts only after a whole
+    conversation, as that of Phi 3.5 does, is removed. If the second text has it too, it ends the turn and stays."""
     text, asked = render(messages), render(messages, add_generation_prompt=True)
     return text if asked.startswith(text) else text.removesuffix(eos or ""), asked
 
 
 def _text_before_answer(render, messages: list[dict], eos: str | None) -> str:
-    """Return the text before the words of a conversation that begins with the assistant.
-
-    A template cannot render an empty conversation, so its generation prompt shows where the words begin."""
+    """Return the text before the words of a conversation that begins with the assistant. A template cannot render an
+    empty conversation, so its generation prompt shows where the words begin."""
     text, asked = _without_end(render, messages, eos)
     mark = asked[len(text) :]
     begin = text.find(mark) if mark.strip() else -1
@@ -390,8 +377,7 @@ def _text_before_answer(render, messages: list[dict], eos: str | None) -> str:
 
 
 def _by_spans(tokenizer, text: str, spans: list[_Span]) -> tuple[list[int], list[bool]]:
-    """Return the token ids of ``text`` and a mask of the tokens that overlap a span. Raises DataError if the tokenizer
-    does not report offsets."""
+    """Return the token ids of ``text``, and which of them overlap a span. Raises DataError for a slow tokenizer."""
     if not tokenizer.is_fast:
         raise DataError(
             "this tokenizer does not report which characters a token covers (it is not a fast tokenizer), so it is not "

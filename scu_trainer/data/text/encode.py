@@ -36,7 +36,6 @@ BATCH_RECORDS = 512
 
 class Reading(NamedTuple):
     """How a row was read: its format, the columns that were not used, and what the chat template left out.
-
     ``unknown_roles``: the role of each turn that is not learned because its role is unknown. ``empty_answers``: how
     many answers are not learned because they are empty, in a row with other answers."""
 
@@ -48,8 +47,7 @@ class Reading(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A tokenized document. ``input_ids`` and ``labels`` are int32 of shape (tokens,) and end with eos; labels are
-    -100 for tokens that are not learned."""
+    """``input_ids`` and ``labels``: int32 of shape (tokens,), ended with eos; labels are -100 where not learned."""
 
     input_ids: numpy.ndarray
     labels: numpy.ndarray
@@ -72,7 +70,7 @@ class Dropped(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes records with a tokenizer and the rules of the settings. It can be sent to another process."""
+    """A tokenizer and the rules of the settings. It can be sent to another process."""
 
     tokenizer: object
     columns: Columns
@@ -103,8 +101,7 @@ class Encoder:
         ]
 
     def _understand(self, record: Record) -> tuple[Content, Reading] | Dropped:
-        """Find the content of a record. A question with its answer becomes a conversation, or text without a
-        template."""
+        """A question with its answer becomes a conversation or, without a chat template, a prompt and completion."""
         try:
             if record.problem:
                 raise BadRow(record.problem)
@@ -164,7 +161,7 @@ class Encoder:
         return document
 
     def _learned_part(self, content: Chat) -> str:
-        """Return the argument ``learn`` of ``encode_chat`` for a conversation."""
+        """Return ``learn`` for ``encode_chat``."""
         if content.is_pair:
             return "assistant" if self.completion_only_loss else "all"
         if content.prompt_turns is not None:
@@ -185,8 +182,7 @@ class Encoder:
         read: Reading,
         end_within: int = 1,
     ) -> Document | Dropped:
-        """Append eos, unless it is among the last ``end_within`` tokens; it is learned if the last token is. Returns
-        Dropped if no token is learned."""
+        """Append eos unless it is among the last ``end_within`` tokens. It is learned if it follows a learned token."""
         end = self.tokenizer.eos_token_id
         if end is not None and end not in ids[-end_within:]:
             ids, learned = [*ids, end], [*learned, bool(learned) and learned[-1]]
@@ -232,7 +228,7 @@ def _tokenizer_state(tokenizer) -> list:
 
 
 def encode_records(records: Iterable[Record], encoder: Encoder, processes: int = 1) -> Iterator[Document | Dropped]:
-    """Yield one result per record, in order. Only a few batches are in memory at a time."""
+    """Yield one result per record, in order. Only a few batches are in memory."""
     batches = batched(records, lambda record: _count_characters(record.value), BATCH_RECORDS, BATCH_CHARACTERS)
     begun = list(islice(batches, 2)) if processes > 1 else []
     if len(begun) > 1:  # workers take a second or more to start and cannot share a single batch
@@ -243,8 +239,7 @@ def encode_records(records: Iterable[Record], encoder: Encoder, processes: int =
 
 
 def _encoded_by_workers(batches: Iterator[list[Record]], encoder: Encoder, processes: int):
-    """Encode batches in worker processes. They are submitted in rounds, because ``map`` would read the whole source
-    first. Raises DataError if a worker has died."""
+    """Submit batches in rounds: ``map`` would read the whole source first. Raises DataError if a worker has died."""
     import multiprocessing
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 
@@ -270,7 +265,8 @@ def _start_worker(encoder: Encoder) -> None:
     global _worker_encoder
     _worker_encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends its workers
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()  # if it was killed
+    # A parent that was killed ends none, so each worker watches it.
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
 
 
 def _encode_in_worker(batch: list[Record]) -> list[Document | Dropped]:
