@@ -1,2 +1,2 @@
-"""The board: web pages that show runs in a browser. It reads the files of runs and acts on them through
-``scu_trainer.runs`` and ``scu_trainer.report``."""
+"""The board: web pages that show runs and start, stop and resume them, by means of ``scu_trainer.runs`` and
+``scu_trainer.report``."""

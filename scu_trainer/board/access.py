@@ -39,8 +39,7 @@ STRANGERS = {
 
 
 class Guard:
-    """ASGI middleware that protects an application. ``hosts``: allowed values of the header Host, such as
-    "127.0.0.1:7860"."""
+    """ASGI middleware that protects an application. ``hosts``: allowed headers Host, such as "127.0.0.1:7860"."""
 
     def __init__(self, app: Any, token: str, hosts: Iterable[str], cookie: str) -> None:
         self.app, self.cookie = app, cookie
@@ -56,7 +55,7 @@ class Guard:
         await app(scope, receive, _with_headers(send))
 
     def _refusal_or_redirect(self, scope: Any, headers: Headers) -> Optional[Response]:
-        """Return the response to send instead of the page; None if the request may see it."""
+        """Return what to send instead of the page; None if the request may see it."""
         code = refusal_status(self._hosts, headers, len(headers.getlist("host")))
         if code is not None:
             return _refusal(STRANGERS[code], code)

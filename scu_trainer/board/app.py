@@ -32,7 +32,7 @@ STANDALONE_POLICY = (
 """Content-Security-Policy of pages that are complete documents: their script may switch colours but load nothing."""
 
 MOST_BYTES = 1 << 20
-"""Largest body of a request."""
+"""Most bytes in the body of a request."""
 
 CONFLICT, NOT_FOUND, TOO_LARGE = 409, 404, 413
 DEVICES = ("auto", "cpu", "gpu-0", "gpu-1", "gpu-2", "gpu-3", "gpu-4", "gpu-5", "gpu-6", "gpu-7")
@@ -45,8 +45,7 @@ Answer = Callable[[str, Sequence[Mapping[str, str]]], Iterator[str]]
 
 
 class Board:
-    """The pages and their shared state. ``answer``: takes the folder of a model and the messages so far, and yields
-    pieces of the answer."""
+    """The pages and their shared state. ``answer``: yields pieces of an answer, given a model's folder and messages."""
 
     def __init__(self, root: Path, acts: RunActions, answer: Answer) -> None:
         self.root, self.acts, self.answer = root, acts, answer

@@ -60,8 +60,7 @@ def _stamp(path: Path) -> Optional[tuple[int, int, int]]:
 
 
 def link_out(run: Run) -> Optional[str]:
-    """Return the first link among the files of ``run`` that leads out of the root, as a path relative to the run; None
-    if there is none."""
+    """Return the first link in ``run`` that leads out of the root, as a path relative to the run; None if none does."""
     real = run.path.parent.resolve()
     for folder in READ_FOLDERS:
         try:

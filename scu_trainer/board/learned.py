@@ -17,11 +17,11 @@ LONGEST_S = 300.0
 
 
 def learned_page(run: Run) -> str:
-    """Return the page as HTML. Raises SettingsError if the run has not written its settings yet, and DataError with the
-    error of the command."""
+    """Return the page as HTML. Raises SettingsError if the run has not written its settings yet, and DataError if the
+    command fails, with its error, or takes too long."""
     settings = repeat_yaml(read_run(run.path, run.name))
     if not settings:
-        raise SettingsError(f"{run.name} has no training_config.json yet, which names its data; wait until it starts")
+        raise SettingsError(f"{run.name} has no training_config.json yet, which names its data; wait until it trains")
     record = run.record()
     with tempfile.TemporaryDirectory() as folder:
         config, page = Path(folder) / f"{run.path.name}.yaml", Path(folder) / "page.html"

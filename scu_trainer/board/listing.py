@@ -25,8 +25,7 @@ SIGNS = ("run.json", f"{FOLDER}/start.json", f"{FOLDER}/stop")
 
 @dataclass(frozen=True)
 class Choice:
-    """A page of the rows that match a filter. ``found``: number of matching rows. ``states``: all states that occur,
-    with their number of runs."""
+    """A page of the ``found`` rows that match a filter. ``states``: the runs in each state, whichever is filtered for."""
 
     rows: Sequence[Report]
     found: int
@@ -36,8 +35,7 @@ class Choice:
 
 
 class Listing:
-    """The list of runs in ``root``. It may be used by several threads: if two read the same run, both get the same
-    report."""
+    """The runs in ``root``. Several threads may use it: if two of them read the same run, the reports are the same."""
 
     def __init__(self, root: Path, machine: Optional[Machine] = None) -> None:
         self.root, self._machine = root, machine or Machine()
@@ -50,8 +48,7 @@ class Listing:
         return sorted((row for row in rows.values() if row), key=lambda row: (-_started_s(row), row.run.name))
 
     def choose(self, name: str = "", state: str = "", page: int = 1) -> Choice:
-        """Return a page of the runs with ``name`` in their name and the given state. Pages count from 1; a number past
-        the end gives the last page."""
+        """Return a page of the runs with ``name`` in their names, in ``state``. ``page``: from 1; at most the last."""
         named = [row for row in self.rows() if name.lower() in row.run.name.lower()]
         states = [row.state.status for row in named]
         rows = [row for row in named if state in ("", row.state.status)]
@@ -61,8 +58,7 @@ class Listing:
         return Choice(shown, len(rows), page, pages, sorted(Counter(states).items()))
 
     def _row(self, run: Run) -> Optional[Report]:
-        """Return the report of a run, from the cache if it has ended and not changed; None if its folder has been
-        deleted."""
+        """Return the report of a run, cached if it has ended and not changed; None if its folder has been deleted."""
         signs = file_stamps(run, SIGNS)
         before = self._kept.get(run.name)
         if before is not None and before[0] == signs and not before[1].state.is_alive:
@@ -75,8 +71,7 @@ class Listing:
 
 
 def report_or_unreadable(run: Run, machine: Machine) -> Report:
-    """Return ``report`` of a run, or an "unreadable" report if that fails, so that one run with broken files does not
-    hide the others."""
+    """Return ``report``, or an "unreadable" one if that fails, so that a run with broken files hides no others."""
     try:
         if (link := link_out(run)) is not None:
             return _unreadable(run, f"{link} is a link that leads out of {run.path.parent}")
@@ -92,19 +87,16 @@ def _unreadable(run: Run, why: str) -> Report:
 
 
 def pill_class(status: str) -> str:
-    """Return the CSS class that colours a status."""
     return STATE_STYLES.get(status, "bad")
 
 
 def started(row: Report) -> str:
-    """Return the start of a run as local time for the table."""
     started_s = _started_s(row)
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(started_s)) if started_s else words.NONE
 
 
 def _started_s(row: Report) -> float:
-    """Return the start time of a run; if it is waiting, the time it was requested; if its files do not say, the time
-    its folder changed."""
+    """Return when a run started; if it waits, when it was requested; if no file says, when its folder changed."""
     if row.progress.started_s is not None:
         return row.progress.started_s
     if row.record is not None:

@@ -34,15 +34,14 @@ PREDICTED = "memory: "
 
 
 class Pages:
-    """Cached report pages. A page is drawn again only if the files of its run changed, because drawing takes about a
-    second."""
+    """Cached report pages, drawn again only if the files of a run changed: drawing takes about a second."""
 
     def __init__(self) -> None:
         self._kept: dict[Path, tuple[tuple, Page]] = {}
         self._one_at_a_time = threading.Lock()  # matplotlib's settings are global to the process
 
     def page(self, row: Report) -> Page:
-        """Return the page of ``scu-trainer report``, with curves first, and with predicted and measured memory."""
+        """Return the page of ``scu-trainer report``, curves first, with predicted and measured memory."""
         signs = (row.state, *file_stamps(row.run, FILES))
         with self._one_at_a_time:
             kept = self._kept.pop(row.run.path, None)
@@ -76,8 +75,7 @@ def _written() -> str:
 
 
 def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
-    """Return predicted and measured peak memory; before the end of a run, its prediction and the highest peak so
-    far."""
+    """Return predicted and measured peak memory; before the end of a run, what it logged, and its highest peak."""
     estimate = files.metrics.get("memory_estimate") or {}
     predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
     if predicted and measured:

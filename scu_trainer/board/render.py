@@ -1,4 +1,4 @@
-"""Render the templates of the board, which extend those of the report: same colours, tables and drawings."""
+"""Render the templates of the board, which use those of the report: same colours, tables and drawings."""
 
 from __future__ import annotations
 

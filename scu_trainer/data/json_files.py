@@ -23,7 +23,6 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a surrogate pair, whic
 
 
 def read_json_lines(path: Path) -> Iterator[Record]:
-    """Yield the records of a file with one object per line."""
     with open_data_file(path) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -58,7 +57,6 @@ def dict_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _hint(error: ValueError, line: bytes) -> str:
-    """Return advice for a line that is not valid JSON, or ""."""
     if isinstance(error, UnicodeDecodeError):
         return f"; {encoding_advice(error.object)}"
     if line.strip() == b"[":
@@ -91,8 +89,8 @@ TOO_DEEP = f"lists and objects are nested deeper than {DEEPEST_ROW} levels"
 
 
 def _object_record(place: str, value, text: bytes) -> Record:
-    """Return the record of a parsed row, with a problem if it is not a usable object. ``text``: the bytes that it was
-    parsed from, or more; they show cheaply that most rows need no closer check."""
+    """``text``: the bytes that the row was parsed from, or more, which show cheaply that most rows need no closer
+    check."""
     if not isinstance(value, dict):
         return Record(place, None, f"holds {type(value).__name__}, not an object with named columns")
     if text.count(b"[") + text.count(b"{") > DEEPEST_ROW and _is_too_deep(value):
@@ -122,11 +120,8 @@ def _has_lone_surrogate(value) -> bool:
 
 
 def read_json_file(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
-    """Return the records of a .json file: one list of objects, an object that contains such a list, or one object per
-    line.
-
-    An object with one of the requested ``columns`` is a row, whatever lists it contains: a folder may have one document
-    per file."""
+    """Read a .json file: one list of objects, an object that contains such a list, or one object per line. An object
+    with one of the requested ``columns`` is a row, whatever it contains: a folder may have one document per file."""
     with open_data_file(path) as file:
         start = file.read(4096)
         if _is_utf_16(start):  # json.loads accepts UTF-16 bytes, so a list on one line would be taken for a row
@@ -140,8 +135,7 @@ def read_json_file(path: Path, columns: Collection[str] = ()) -> Iterator[Record
 
 
 def _lines_or_object(path: Path, columns: Collection[str]) -> Iterator[Record]:
-    """Read a file of lines. If it has only one line, this may be a row, or an object with the list of rows, as
-    ``json.dump`` writes it."""
+    """A single line may be a row, or an object with the list of rows, as ``json.dump`` writes it."""
     records = read_json_lines(path)
     first = list(islice(records, 2))
     if len(first) == 1 and first[0].value is not None and _contains_rows(first[0].value, columns):
@@ -163,7 +157,7 @@ def _is_whole_object(line: bytes) -> bool:
 
 
 def _json_list(path: Path) -> Iterator[Record]:
-    """Yield the records of one list. Only a few elements are in memory at a time."""
+    """Yield the records of one list. Only a few elements are in memory."""
     name, number = shown_name(path), 0
     try:
         with open_data_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
@@ -177,8 +171,7 @@ def _json_list(path: Path) -> Iterator[Record]:
 
 
 def _elements(text: TextIO) -> Iterator[tuple[Any, bytes]]:
-    """Yield each element of a JSON list, with the bytes that it was parsed from. Raises ValueError if the text is not a
-    valid list."""
+    """Yield each element of a JSON list, with the bytes it was parsed from. Raises ValueError for an invalid list."""
     decoder = json.JSONDecoder(object_pairs_hook=dict_of_unique_keys)
     buffer, place, is_first = text.read(READ_CHARACTERS).lstrip()[1:], 0, True
     while True:
@@ -220,8 +213,7 @@ def _require_end(rest: str, text: TextIO) -> None:
 
 
 def _json_object(path: Path, columns: Collection[str] = ()) -> Iterator[Record]:
-    """Yield the records of one object that may span several lines: its only list of objects contains the rows, unless
-    the object is a row itself."""
+    """Read one object, which is a row or contains the rows in its only list of objects."""
     with open_data_file(path) as file:
         content = file.read()
     try:

@@ -17,8 +17,7 @@ ROLES = {
     **dict.fromkeys(("gpt", "assistant", "model", "bot", "ai", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
 }
-"""Names that datasets use for a speaker, in lower case, and the role of each. Any other name is kept, because the chat
-template may know it."""
+"""Role by the name of a speaker in datasets, in lower case. Other names are kept: the chat template may know them."""
 
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -63,7 +62,6 @@ def is_answer(message: dict) -> bool:
 
 
 def has_content(message: dict) -> bool:
-    """Whether the message has text, tool calls or reasoning."""
     return bool(message["content"].strip() or {"tool_calls", "reasoning_content"} & {*message})
 
 
@@ -87,7 +85,6 @@ def _as_tool(tool: Any) -> dict:
 
 
 def _normalized(item: Any, where: str) -> dict:
-    """Return one message in normalized form. ``where`` names it in errors. Raises BadRow."""
     if not isinstance(item, dict):
         raise BadRow(f"{where} is {type(item).__name__}, not an object with role and content")
     if isinstance(item.get("from"), str) and "value" in item:
@@ -130,8 +127,7 @@ def _normalize_calls(message: dict, where: str) -> dict:
 
 
 def _normalized_call(call: Any, where: str) -> dict:
-    """Return the call with its arguments as an object: a template that writes them as JSON would encode a string
-    twice."""
+    """Return the call with its arguments as an object: a template that writes JSON would encode a string twice."""
     call = _json_or_none(call) if isinstance(call, str) else call
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -173,7 +169,6 @@ def _normalize_content(message: dict, where: str) -> dict:
 
 
 def _text_of(part: Any, where: str) -> str:
-    """Return the text of one part of a content list. Raises BadRow for parts of other types."""
     if isinstance(part, str):
         return part
     kind = part.get("type", "text" if "text" in part else None) if isinstance(part, dict) else type(part).__name__

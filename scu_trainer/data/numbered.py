@@ -57,8 +57,7 @@ class Numbered(torch.utils.data.Dataset):
         return list(zip(indices, rows, strict=True))
 
     def generators(self, indices: Sequence[int], use: int = 0) -> AbstractContextManager[None]:
-        """Return a context with generators seeded for the batch of ``indices``. ``use``: 0 to read its rows, 1 to
-        collate them."""
+        """Seed the generators for the batch of ``indices``. ``use``: 0 to read its rows, 1 to collate them."""
         return seeded_generators((self._seed, int(self._epoch), int(indices[0])), use)
 
 
@@ -73,11 +72,9 @@ def _share(epoch: torch.Tensor) -> None:
 
 
 class NumberedCollator:
-    """Wraps any collator and adds ``sample_index`` to its batch: int64, shape (rows,). Random numbers are seeded as for
-    the rows of ``numbered``.
-
-    Raises DataError if the batch does not have one entry per row, because losses could not be attributed to rows.
-    """
+    """Wraps any collator and adds ``sample_index`` to its batch: int64, shape (rows,). Its random numbers depend on the
+    same as those of the rows of ``numbered``. Raises DataError if the batch does not have one entry per row, because
+    losses could not be attributed to rows."""
 
     def __init__(self, collator: Callable[[list[Any]], Any], numbered: Numbered) -> None:
         self.collator, self._numbered = collator, numbered
@@ -119,8 +116,7 @@ def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
 
 def content_crc32(rows: Any) -> Optional[int]:
     """Return a checksum of a few rows, to detect other data of the same size; None if reading a row twice gives
-    different values (random augmentation). RNG states are restored.
-    """
+    different values (random augmentation). RNG states are restored."""
     if not len(rows):
         return None
     with preserve_rng_states():
@@ -130,7 +126,8 @@ def content_crc32(rows: Any) -> Optional[int]:
 
 
 def is_random_per_read(rows: Any, collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether rows give a different batch when they are read again. RNG states are restored, and so is ``collate``."""
+    """Whether rows give another batch when they are read again. RNG states and those of generators that are attributes
+    of ``rows`` are restored, and ``collate`` is copied."""
     restorers = [generator_restorer(value) for value in vars(rows).values() if isinstance(value, GENERATORS)]
     with preserve_rng_states():
         batches = [copy.deepcopy(collate)([rows[i] for i in range(min(len(rows), ROWS_TO_CHECK))]) for _ in range(2)]

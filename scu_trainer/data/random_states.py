@@ -41,15 +41,12 @@ def rng_states() -> RngStates:
 
 
 def restore_rng_states(kept: RngStates) -> None:
-    """Restore the generators to the states that ``rng_states`` returned."""
     for restore, state in kept:
         restore(state)
 
 
 def generator_restorer(value: Any) -> Optional[Callable[[], None]]:
-    """Return a function that restores a generator to its present state; None if it has no state, as SystemRandom.
-
-    ``value``: an instance of one of ``GENERATORS``."""
+    """Return what restores one of ``GENERATORS`` to its present state; None if it has no state, as SystemRandom."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, numpy.random.Generator):
@@ -71,8 +68,8 @@ def preserve_rng_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded_generators(entropy: tuple[int, ...], use: int = 0) -> Iterator[None]:
-    """Seed the generators of Python, numpy and torch (CPU) from ``entropy``, and restore them on exit. ``use``: 0 or 1,
-    which give different random numbers."""
+    """Seed the generators of Python, numpy and torch (CPU) from ``entropy``, and restore them on exit. The two values
+    of ``use``, 0 and 1, give different random numbers."""
     for_python, for_numpy, for_torch = _seeds(entropy)[3 * use : 3 * use + 3]
     python_state, numpy_state, torch_state = _python_state(), _numpy_state(), torch.get_rng_state()
     previous = numpy.random.get_bit_generator()
@@ -103,10 +100,8 @@ def _spare_generator() -> Any:
 
 
 def _numpy_state() -> dict[str, Any]:
-    """Return ``numpy.random.get_state``, or the state of the last read if no numbers were drawn since.
-
-    A normal number that numpy has drawn but not returned yet is stored outside of that memory. If there was one, the
-    state is always read again."""
+    """Return ``numpy.random.get_state``, or the state of the last read if no numbers were drawn since. A normal number
+    that is drawn but not returned yet is stored elsewhere: if there was one, the state is read again."""
     global _last_read
     generator = numpy.random.get_bit_generator()
     memory = _memory_of(generator)

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, Optional, Union
 
 class Record(NamedTuple):
     """A row as it was read. ``value`` holds its columns; if it is None, ``problem`` says why the row cannot be read.
-
-    ``place`` names the row in messages, for instance "notes.jsonl row 3". Rows count from 1.
-    """
+    ``place`` names the row in messages, for instance "notes.jsonl row 3". Rows count from 1."""
 
     place: str
     value: Optional[dict]
@@ -18,8 +16,7 @@ class Record(NamedTuple):
 
 
 def table_records(name: str, rows: Iterable[dict]) -> Iterator[Record]:
-    """Turn rows of an Arrow table into records, without the null keys that Arrow adds to an object because an object of
-    another row has them."""
+    """Turn rows of an Arrow table into records, without keys that Arrow adds to an object because another has them."""
     for number, row in enumerate(rows, start=1):
         yield Record(f"{name} row {number}", {column: _without_padding(value) for column, value in row.items()})
 
@@ -35,13 +32,11 @@ AS_PLAIN_TEXT = " as plain text, because there is no chat template"
 
 
 class BadRow(Exception):
-    """A row that cannot be used; the message says why. It never leaves ``scu_trainer.data``, which counts the row as
-    dropped or raises a DataError."""
+    """A row that cannot be used; the message says why. Whoever reads rows counts it as dropped or raises DataError."""
 
 
 class BadSample(BadRow):
-    """An image or a recording that cannot be used. ``reason`` is the same for all with this fault, so that they can be
-    counted; the message has the details."""
+    """An unusable image or recording. ``reason`` is the same for all with this fault; the message has the details."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -67,11 +62,9 @@ def plain_prompt(texts: Iterable[str]) -> str:
 
 
 class Pair(NamedTuple):
-    """A question and its answer, with earlier turns. It becomes a conversation if the tokenizer has a chat template,
-    and text otherwise.
-
-    With ``completion_only_loss`` only the answers are learned. ``history``: (question, answer) of the earlier turns.
-    """
+    """A question and its answer, with earlier turns (``history``: their questions and answers). It becomes a
+    conversation if the tokenizer has a chat template, else a prompt and completion. With ``completion_only_loss`` only
+    answers are learned: of a conversation all, else the last."""
 
     prompt: str
     answer: str
@@ -94,9 +87,9 @@ class Pair(NamedTuple):
 class Chat(NamedTuple):
     """A conversation. With ``assistant_only_loss`` only the assistant's turns are learned.
 
-    ``prompt_turns`` is set if the row was a prompt and a completion made of messages. ``completion_only_loss`` decides
-    then, and the turns after the first ``prompt_turns`` are learned. ``is_pair``: the row was a question and its
-    answer, for which ``completion_only_loss`` decides too.
+    ``prompt_turns`` is set if the row was a prompt and a completion made of messages: with ``completion_only_loss``
+    only the turns after the first ``prompt_turns`` are learned. ``is_pair``: the row was a question and its answer, for
+    which ``completion_only_loss`` decides too.
     """
 
     messages: list[dict]

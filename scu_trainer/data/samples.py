@@ -43,8 +43,7 @@ class SampleStatistics(DropCounts):
     notes: list[str] = field(default_factory=list)
 
     def compare(self, train: Contents, held_out: Contents) -> None:
-        """Count held-out samples that are also in the training data, and note samples with the same content but
-        different classes."""
+        """Count held-out samples that are also trained on, and note samples of the same content and other classes."""
         self.heldout_duplicates = int(numpy.isin(held_out.digests, train.digests).sum())
         digests = numpy.concatenate([train.digests, held_out.digests])
         labels = numpy.concatenate([train.labels, held_out.labels])

@@ -24,7 +24,7 @@ class DropCounts:
     examples: dict[str, list[str]]
 
     def drop(self, reason: str, example: str) -> None:
-        """Count one dropped row. ``example``: its place."""
+        """``example``: the place of what is dropped."""
         self.add_dropped({reason: 1}, {reason: [example]})
 
     def add_dropped(self, counts: Mapping[str, int], examples: Mapping[str, list[str]]) -> None:
@@ -35,7 +35,6 @@ class DropCounts:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether anything was dropped."""
         return bool(self.dropped)
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,7 +55,6 @@ class DropCounts:
 
 
 def add_counts(into: dict[str, int], more: Mapping[str, int]) -> None:
-    """Add the counts of ``more`` to ``into``."""
     for name, count in more.items():
         into[name] = into.get(name, 0) + count
 
@@ -103,7 +101,7 @@ class DataStatistics(DropCounts):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """Dropped rows by reason, under the name that ``DropCounts`` uses."""
+        """``rows_dropped``, under the name that ``DropCounts`` uses."""
         return self.rows_dropped
 
     def unknown_role(self, role: str, place: str) -> None:

@@ -35,8 +35,8 @@ def digest_of(*parts) -> str:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``folder``, after ``build(new_folder)`` has built it if it did not exist. Raises StorageError if it cannot
-    be written."""
+    """Return ``folder``, which ``build(new_folder)`` fills if it does not exist. Raises StorageError if it cannot be
+    written."""
     from filelock import FileLock
 
     if folder.exists():

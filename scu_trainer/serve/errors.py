@@ -28,6 +28,5 @@ class BadRequest(UserError):
 def error_body(
     message: str, status: int, param: Optional[str] = None, code: Optional[str] = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the JSON body of an error response. Secrets in ``message`` are redacted."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": redact(message), "type": kind, "param": param, "code": code}}

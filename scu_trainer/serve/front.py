@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class RequestTranslator:
-    """Checks and translates requests (POST) and responses of ``app``. ``asker`` reads the requests."""
+    """Checks and translates POST requests to ``app``, and its responses. ``asker`` reads the requests."""
 
     def __init__(self, app: Any, asker: RequestReader) -> None:
         self.app, self.asker = app, asker
@@ -87,8 +87,7 @@ def _replay(body: bytes, receive: Any) -> Any:
 
 
 class _ResponseSender:
-    """An ASGI ``send`` that ends a stream with the marker that clients wait for, and translates errors to OpenAI's
-    format."""
+    """An ASGI ``send`` that ends streams with the marker that clients wait for, and sends errors in OpenAI's format."""
 
     def __init__(self, send: Any) -> None:
         self._send, self._failed, self._content = send, None, b""

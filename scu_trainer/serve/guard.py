@@ -1,5 +1,5 @@
-"""Access control: who may send requests, and to which paths. This is the outermost ASGI layer, so that no other code
-sees a refused request."""
+"""Access control: who may send requests, and to which paths. It is the outermost ASGI layer: no other code sees a
+refused request."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from scu_trainer.serve.errors import BadRequest
 
 CHAT, COMPLETIONS, MODELS, HEALTH = "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"
 ROUTES = {CHAT: "POST", COMPLETIONS: "POST", MODELS: "GET", HEALTH: "GET"}
-"""All paths that are served. The server of transformers has more, which could load any model of the Hub or unload
-ours."""
+"""All paths that are served. The server of transformers has more, to load any model of the Hub or to unload ours."""
 
 STRANGERS = {
     FOREIGN_HOST: "the header Host names another server",

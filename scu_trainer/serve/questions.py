@@ -40,8 +40,8 @@ WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-"""Fields that can be ignored: metadata of the client, hints for caches, and ``stream_options``, because the token count
-at the end of a stream is always sent."""
+"""Fields that can be ignored: notes of the client, hints for caches, and ``stream_options``, because a stream always
+ends with the token count."""
 
 NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "modalities": ["text"]}
 """Values that ask for the default behaviour. So do null, 0, false, and empty values."""
@@ -53,7 +53,7 @@ DRAWS_FROM_ALL = {"top_p": 1, "top_k": 0}
 """Values that programs often send without asking for sampling."""
 
 MOST_STOPS, LONGEST_STOP = 4, 64
-"""Most stop strings, as in OpenAI's API, and most letters of each. transformers compares each letter with the whole
+"""Number of stop strings, as in OpenAI's API, and letters of each. transformers compares each letter with the whole
 vocabulary, which takes 4 s for 64 letters and 128,000 words on one core."""
 
 
@@ -71,8 +71,7 @@ CURRENT_PROMPT: ContextVar[RequestedPrompt] = ContextVar("asked")
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Checks and translates requests. ``name``: the name of the model in requests. ``settings``: defaults for fields
-    that a request does not set."""
+    """Checks and translates requests. ``name``: of the model, in requests. ``settings``: unless a request sets them."""
 
     talker: Talker
     name: str
@@ -99,7 +98,6 @@ class RequestReader:
         return forwarded, RequestedPrompt(token_ids)
 
     def check_model(self, model: Any) -> None:
-        """Raise BadRequest if ``model`` is not the name of this model."""
         if not isinstance(model, str) or not model:
             raise BadRequest(f"model is missing; give {self.name}", "model")
         if model != self.name:
@@ -115,8 +113,8 @@ class RequestReader:
         return token_ids
 
     def _check_rendered(self, messages: list[Message]) -> None:
-        """Raise BadRequest if the template leaves out a part of the messages, so that the model would not see it. A
-        template that handles reasoning may leave out the reasoning of earlier turns."""
+        """Raise BadRequest for parts of the messages that the model would not see. A template that handles reasoning
+        may leave out that of earlier turns."""
         text = self.talker.rendered(messages)
         missing = [*rendered_away(Chat(messages, prompt_turns=len(messages)), text, learns_prompt=False)]
         template = str(self.talker.tokenizer.chat_template)
@@ -131,7 +129,6 @@ class RequestReader:
             raise BadRequest(message, "messages")
 
     def _config(self, numbers: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
-        """Return the generation config of a request. ``numbers``: its numeric fields. Raises BadRequest."""
         if prompt_tokens == 0:
             raise BadRequest("the prompt is empty", "prompt")
         if "temperature" not in numbers and not self.settings.config(self.talker).do_sample:
@@ -150,8 +147,7 @@ class RequestReader:
 
 
 def _as_json(config: GenerationConfig) -> str:
-    """Return ``config`` as JSON, without the private mark that it came from a model's config, with which transformers
-    would not accept a seed."""
+    """Return ``config`` as JSON, without the mark of a model's config, with which transformers accepts no seed."""
     return json.dumps({name: value for name, value in config.to_diff_dict().items() if not name.startswith("_")})
 
 
@@ -166,8 +162,8 @@ def _positions_left(talker: Talker, prompt_tokens: int) -> Optional[int]:
 
 
 def _merged_settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> AnswerSettings:
-    """Return ``before`` with the settings of a request. In OpenAI's API, temperature 0 means no sampling. Raises
-    SettingsError, BadRequest."""
+    """Add the ``numbers`` of a request. In OpenAI's API, temperature 0 means no sampling. Raises SettingsError,
+    BadRequest."""
     own = {name: numbers[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty") if name in numbers}
     lengths = {numbers[name] for name in ("max_tokens", "max_completion_tokens") if name in numbers}
     if len(lengths) > 1:

@@ -25,8 +25,8 @@ class _Server(uvicorn.Server):
 
 
 def run(app: Any, listening: socket.socket, ends: Event) -> None:
-    """Serve ``app`` until a signal, which sets ``ends``. Raises KeyboardInterrupt for Ctrl-C, even if the event loop
-    swallowed it while it shut down."""
+    """Serve ``app`` until a signal, which sets ``ends``. Raises KeyboardInterrupt for Ctrl-C, also where the event loop
+    swallows it while it shuts down."""
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, server_header=False, ws="none",
         timeout_graceful_shutdown=GRACE_S,

@@ -30,8 +30,7 @@ UNAVAILABLE = 503
 
 
 def application(asker: RequestReader, ends: Event) -> Any:
-    """Return the ASGI application. It has no access control: wrap it in guard.Guard. ``ends``: an event that stops
-    running answers."""
+    """The ASGI application. It has no access control: wrap it in guard.Guard. ``ends``: set to stop running answers."""
     torch.manual_seed(asker.settings.seed)
     manager, state = SingleModelManager(asker, ends), GenerationState()
     shared = {"model_manager": manager, "generation_state": state}
@@ -68,10 +67,8 @@ class SingleModelManager(ModelManager):
         return self.force_model  # without a revision, because this name appears in responses
 
     def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
-        """Return the model, and a tokenizer that always returns the token ids of the current prompt.
-
-        The server of transformers would render less of a message, and would keep the end token that some tokenizers add
-        to every text, so that the model would have to continue after it."""
+        """Return the model, and a tokenizer that always returns the token ids of the current prompt: the server of
+        transformers would render less of a message, and keep the end token that some tokenizers add to every text."""
         question, tokenizer = CURRENT_PROMPT.get(), copy.copy(self._talker.tokenizer)
         encoding, kind = BatchEncoding({"input_ids": [question.token_ids]}, tensor_type="pt"), type(tokenizer)
         overrides = dict.fromkeys(("__call__", "apply_chat_template"), lambda *_, **__: encoding)
@@ -85,8 +82,7 @@ class SingleModelManager(ModelManager):
 
 
 class Answering:
-    """The model as the server calls it, with the precision of its run. ``gone``: set when the client has
-    disconnected."""
+    """The model as the server calls it, in the precision of its run. ``gone``: set when the client has disconnected."""
 
     def __init__(self, talker: Talker, ends: Event, gone: Event) -> None:
         self._talker, self._ends, self._gone = talker, ends, gone
@@ -105,9 +101,8 @@ class Answering:
         streamer: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Generate an answer to ``input_ids`` of shape (1, time). Other outputs of a tokenizer are ignored, because
-        they carry no information for a single text. Raises Unavailable if the answer does not fit in memory, the server
-        shuts down, or the client has disconnected."""
+        """``input_ids``: shape (1, time). Other outputs of a tokenizer say nothing of a single text. Raises Unavailable
+        if the answer does not fit in memory, the server shuts down, or the client has disconnected."""
         self._check_canceled()
         if (seed := generation_config.__dict__.pop("seed", None)) is not None:
             torch.manual_seed(seed)
@@ -127,8 +122,7 @@ class Answering:
         raise Unavailable("the answer does not fit in memory; shorten the prompt, or lower max_tokens")
 
     def _check_canceled(self, *_: Any, **__: Any) -> bool:
-        """Raise Unavailable if the server shuts down or the client has disconnected. Also used as a stopping criterion
-        of ``generate``."""
+        """Raise Unavailable if the server shuts down or the client has disconnected. A stopping criterion, too."""
         if self._ends.is_set():
             raise Unavailable("the server is shutting down")
         if self._gone.is_set():
@@ -137,8 +131,6 @@ class Answering:
 
 
 class Unavailable(HTTPException):
-    """An answer that could not be generated. ``why`` is shown to the client."""
-
     def __init__(self, why: str) -> None:
         super().__init__(UNAVAILABLE, why)
 

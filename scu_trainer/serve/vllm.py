@@ -19,10 +19,8 @@ def command(
     trust_remote_code: bool,
     allow_pickle: bool,
 ) -> list[str]:
-    """Return the command. ``answers``: the fields of AnswerSettings; None: use the model's generation config.
-
-    The key is passed in the environment variable KEY_VARIABLE and not as an argument, because other users can see the
-    arguments of processes."""
+    """``answers``: the fields of AnswerSettings; None: as in the model's generation config. The key is not an argument,
+    which other users could see in the list of processes, but is passed in the environment variable KEY_VARIABLE."""
     words = ["vllm", "serve", model, "--served-model-name", name, "--host", host, "--port", str(port)]
     words += ["--dtype", dtype, "--seed", str(answers["seed"]), "--allowed-origins", "[]"]
     words += ["--override-generation-config", json.dumps(_override(answers))]
@@ -32,8 +30,7 @@ def command(
 
 
 def _override(answers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes to the generation config. max_new_tokens is left out, because vLLM would limit every request to
-    it."""
+    """Return changes to the generation config, without max_new_tokens, to which vLLM would limit every request."""
     names = ("temperature", "top_p", "top_k", "repetition_penalty")
     override = {name: answers[name] for name in names if answers[name] is not None}
     return {**override, "temperature": 0.0} if answers["do_sample"] is False else override

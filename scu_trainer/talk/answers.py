@@ -28,8 +28,7 @@ GOOD_BEFORE_GROWTH = 8
 
 @dataclass(frozen=True)
 class AnswerSettings:
-    """Settings of generation, with the names of transformers. None: use the value of the model's generation config.
-    ``seed``: seed of sampling."""
+    """Settings by transformers' names; None: as in the model's generation config. ``seed``: of sampling."""
 
     max_new_tokens: int = 256
     do_sample: Optional[bool] = None
@@ -55,7 +54,7 @@ class AnswerSettings:
         f"are sampled; drop do_sample: false")  # fmt: skip
 
     def config(self, talker: Talker) -> GenerationConfig:
-        """Return the generation config of ``talker``'s model with these settings and its stop tokens."""
+        """Return the generation config of the model, with these settings and the stop tokens of ``talker``."""
         changes = {name: value for name, value in asdict(self).items() if value is not None and name != "seed"}
         if "do_sample" not in changes and {"temperature", "top_p", "top_k"} & changes.keys():
             changes["do_sample"] = True
@@ -70,7 +69,7 @@ class AnswerSettings:
         return config
 
     def in_words(self, talker: Talker) -> str:
-        """Return a phrase that says how tokens are chosen."""
+        """Say how tokens are chosen."""
         config = self.config(talker)
         if not config.do_sample:
             return "greedy: each token is the most likely one (--temperature 0.7 draws)"
@@ -81,10 +80,9 @@ class AnswerSettings:
 def fit_to_positions(
     talker: Talker, messages: Sequence[Message], settings: AnswerSettings
 ) -> tuple[list[int], int, AnswerSettings]:
-    """Fit a conversation and its answer into the positions of the model.
-
-    Returns the token ids, the number of oldest messages that were dropped, and settings with max_new_tokens limited to
-    the positions that are left. Up to a quarter of the positions is reserved for the answer."""
+    """Fit a conversation and its answer into the positions of the model, of which up to a quarter is reserved for the
+    answer. Returns the token ids, how many of the oldest messages were dropped, and settings with max_new_tokens
+    limited to the positions that are left."""
     if talker.positions is None:
         return talker.encoded(messages), 0, settings
     token_ids, dropped = talker.trimmed(messages, min(settings.max_new_tokens, talker.positions // 4))
@@ -104,10 +102,8 @@ class Reply:
 def stream(
     talker: Talker, token_ids: Sequence[int], settings: AnswerSettings, count: Optional[Callable[[int], None]] = None
 ) -> Iterator[str]:
-    """Yield pieces of the answer to a prompt as they are generated. ``count`` is called with its number of tokens.
-
-    Closing the iterator stops the generation. Raises ModelError if the generation fails.
-    """
+    """Yield pieces of the answer to a prompt as they are generated. At the end, ``count`` gets its number of tokens.
+    Closing the iterator stops the generation. Raises ModelError if it fails."""
     inputs = torch.tensor([list(token_ids)], device=talker.device)
     streamer = TextIteratorStreamer(talker.tokenizer, skip_prompt=True, skip_special_tokens=True)
     is_closed, errors = threading.Event(), []
@@ -139,10 +135,8 @@ def stream(
 
 
 class BatchedAnswers:
-    """Generates answers to many prompts in batches, padded on the left.
-
-    ``batch_rows``: the largest batch. After running out of memory, batches are smaller and then grow again. Every
-    prompt is answered."""
+    """Answers many prompts in batches of up to ``batch_rows``, padded on the left. If memory runs out, batches become
+    smaller, and later grow again; no prompt is lost."""
 
     def __init__(self, talker: Talker, settings: AnswerSettings, batch_rows: int) -> None:
         self.talker, self.settings, self.batch_rows = talker, settings, batch_rows
@@ -150,7 +144,6 @@ class BatchedAnswers:
 
     @property
     def out_of_memory(self) -> int:
-        """How often memory ran out."""
         return self._halving.out_of_memory
 
     def answers(self, prompts: Sequence[Sequence[int]]) -> Iterator[Reply]:
@@ -160,7 +153,6 @@ class BatchedAnswers:
             yield from self._answer_batch(part)
 
     def _answer_batch(self, prompts: Sequence[Sequence[int]]) -> list[Reply]:
-        """Answer up to ``batch_rows`` prompts, in smaller parts if they do not fit in memory."""
         before = self.out_of_memory
         try:
             done = self._halving.run(len(prompts), lambda rows: self._generate([prompts[row] for row in rows]))

@@ -29,11 +29,9 @@ PLACEHOLDER = "\u2301 an answer \u2301"
 
 @dataclass
 class Talker:
-    """A model that answers prompts.
-
-    ``around``: a context for generation, for example without the adapter. ``precision``: dtype of autocast. ``stops``:
-    ids of the tokens that end an answer. ``lock``: allows one answer at a time, because the model is switched between
-    answers. ``answers_plain_text``: it has learned to answer questions that were written without a template."""
+    """``around``: a context for generation, for example without the adapter. ``precision``: dtype of autocast.
+    ``stops``: ids of the tokens that end an answer. ``lock``: allows one answer at a time, because the model is
+    switched between answers. ``answers_plain_text``: it has learned to answer questions without a template."""
 
     name: str
     model: nn.Module
@@ -77,10 +75,8 @@ class Talker:
         return [f"{name} has no chat template: {how}"]
 
     def encoded(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Without a template the texts are concatenated: the model continues them or, if it was trained that way, answers
-        them. Raises DataError if the template refuses the conversation."""
+        """Return the token ids of a prompt. Without a template the texts are concatenated, and the model continues them
+        or, if it was trained to, answers them. Raises DataError if the template refuses the conversation."""
         if not self.has_template:
             return prompt_ids(self.tokenizer, self.rendered(messages))
         try:
@@ -118,14 +114,13 @@ class Talker:
 def load_talker(
     name: str, settings: ModelSettings, precision: Optional[torch.dtype] = None, answers_plain_text: bool = False
 ) -> Talker:
-    """Load a model to talk to. ``settings``: those of its run, with ``model_name_or_path`` set to its folder or Hub id.
-    Raises ModelError."""
+    """``settings``: those of its run, with ``model_name_or_path`` set to its folder or Hub id. Raises ModelError."""
     tokenizer, model = load_tokenizer(settings), load_for_evaluation(settings.model_name_or_path, settings)
     return Talker(name, model, tokenizer, precision, answers_plain_text=answers_plain_text)
 
 
 def base_talker(talker: Talker, name: str) -> Talker:
-    """Return the base model of an adapter. It shares the weights in memory."""
+    """Return the base model of an adapter, in the same memory."""
     without = talker.model.disable_adapter
     return replace(talker, name=name, around=without)
 

@@ -99,10 +99,8 @@ def _find_source(
 
 
 def _refuse_columns(name: str, own: ImageSettings) -> None:
-    """Raise DataError if the settings name a column, but the source has no table.
-
-    Call this only without an ``eval_dataset``, which may have such a column, and not for a trained model: its settings
-    cannot be changed when it is evaluated on other images."""
+    """Raise DataError if the settings name a column, but the source has no table. Not called with an ``eval_dataset``,
+    which may have such a column, nor to evaluate a trained model on other images: its settings cannot be changed."""
     path = Path(name).expanduser()
     fields = ("image_column_name", "label_column_name") if name in EMBEDDED_IMAGES else ("image_column_name",)
     has_columns = name not in EMBEDDED_IMAGES and (not path.is_dir() or is_saved(path))
@@ -112,8 +110,8 @@ def _refuse_columns(name: str, own: ImageSettings) -> None:
 
 
 def natural_size(source: ImageSource) -> int:
-    """Return the shorter side, in pixels, of the first image that can be read. Raises DataError if none of the first
-    images can be read."""
+    """Return the shorter side, in pixels, of the first image that can be read. Raises DataError if the first
+    IMAGES_TO_LOOK_AT cannot."""
     for record in source.read(range(min(IMAGES_TO_LOOK_AT, len(source.labels)))):
         try:
             return min(open_image(record.content).size)
@@ -176,8 +174,8 @@ def _numbers_of_known_classes(
     skip_bad_rows: bool,
     statistics: SampleStatistics,
 ) -> numpy.ndarray:
-    """Return the numbers of the held-out images with a class that training images have. Others are counted as dropped
-    or, without ``skip_bad_rows``, raise DataError."""
+    """Return the numbers of the held-out images of classes that training images have. Drops others, or raises
+    DataError without ``skip_bad_rows``."""
     is_known = numpy.isin(held_out.labels, labels)
     for number in numpy.flatnonzero(~is_known):
         record = next(iter(source.held_out.read([int(held_out.numbers[number])])))
@@ -195,7 +193,7 @@ def _numbers_of_known_classes(
 
 
 def evenly_by_class(labels: numpy.ndarray, count: Optional[int], seed: int) -> numpy.ndarray:
-    """Return ``count`` sample numbers, ascending, with the share of each class kept to within one; all if None."""
+    """Return ``count`` sample numbers, ascending, of each class its share give or take one; all if None."""
     if count is None or count >= len(labels):
         return numpy.arange(len(labels))
     by_class = _shuffled_by_class(labels, seed)
@@ -209,7 +207,7 @@ def _shuffled_by_class(labels: numpy.ndarray, seed: int) -> numpy.ndarray:
 
 
 def _held_out_numbers(labels: numpy.ndarray, count: int, seed: int) -> numpy.ndarray:
-    """Choose held-out samples as ``evenly_by_class`` does, but leave one sample of every class or more for training."""
+    """As ``evenly_by_class``, but at least one sample of every class is left for training."""
     by_class = _shuffled_by_class(labels, seed)
     first = numpy.unique(labels[by_class], return_index=True)[1]
     others = numpy.delete(by_class, first)

@@ -34,9 +34,8 @@ CONVERTIBLE = {
     "PA": "palette with transparency", "RGB": "RGB", "RGBA": "RGB with transparency", "RGBX": "RGB with padding",
     "CMYK": "CMYK", "YCbCr": "YCbCr", "HSV": "HSV", "LAB": "LAB",
 }  # fmt: skip
-"""Pillow's modes with 8 bits per channel or less, and their names in messages.
-
-Deeper pixels (I, I;16, F) have no agreed range, and converting them to 8 bits would clip them."""
+"""Pillow's modes with 8 bits per channel or less, and their names in messages. Deeper pixels (I, I;16, F) have no
+agreed range, and converting them to 8 bits would clip them."""
 
 NORMALISING = ("do_rescale", "do_normalize", "include_top")
 """Steps of image processors that change only pixel values. EfficientNet has a second such step, ``include_top``."""
@@ -50,10 +49,9 @@ BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, 
 
 
 class Pixels(NamedTuple):
-    """A decoded image. ``pixels``: uint8 of shape (channels, height, width), or None if ``bad`` is set.
-
-    ``mode``: Pillow's mode of the original. ``size``: (width, height) of the original. ``is_first``: its file has more
-    images (frames, pages), which are not read."""
+    """A decoded image. ``pixels``: uint8 of shape (channels, height, width), or None if ``bad`` is set. ``mode``,
+    ``size``: Pillow's mode, and (width, height), of the original. ``is_first``: its file has more images (frames,
+    pages), which are not read."""
 
     place: str
     label: int
@@ -135,8 +133,8 @@ def _image_from_array(pixels: numpy.ndarray) -> PIL.Image.Image:
 
 
 def in_channels(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
-    """Convert an image to gray or RGB. Transparency is dropped, as image processors do. Raises BadSample for pixels
-    with more than 8 bits per channel."""
+    """Convert an image to gray or RGB, without transparency, as image processors do. Raises BadSample for pixels of
+    more than 8 bits per channel."""
     if image.mode not in CONVERTIBLE:
         raise BadSample(
             UNUSABLE_CHANNELS, f"its pixels are of type {image.mode!r}, more than 8 bits each; save it with 8 bits"

@@ -40,10 +40,8 @@ def _read_digits(pixels: numpy.ndarray, labels: numpy.ndarray, numbers: Sequence
 
 
 def generated(count: int) -> ImageSource:
-    """Return ``count`` gratings of 32 x 32 pixels in noise. The colour is the class; everything else is random.
-
-    Image k does not depend on ``count``. No augmentation turns one class into another.
-    """
+    """Return ``count`` gratings of 32 x 32 pixels in noise. The class is the colour; everything else is random. Image k
+    does not depend on ``count``. No augmentation turns one class into another."""
     labels = numpy.arange(count, dtype=numpy.int64) % GENERATED_CLASSES
     names = tuple(f"hue {360 * number // GENERATED_CLASSES}" for number in range(GENERATED_CLASSES))
     identity = ["embedded", "generated", count, GENERATED_VERSION]

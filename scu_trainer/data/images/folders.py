@@ -67,9 +67,8 @@ def _with_notes(source: ImageSource, notes: Sequence[str]) -> ImageSource:
 
 
 def _descend(folder: Path, classes: Sequence[str]) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder that contains the class or split folders, and a note if it is not ``folder`` itself: unpacked
-    archives often wrap it in other folders. ``classes``: a folder with one of these names is a class folder, even if it
-    is the only one."""
+    """Return the folder with the class or split folders, and a note if it is not ``folder`` itself: archives often wrap
+    it in others. ``classes``: a folder of one of these names is a class folder, even if it is the only one."""
     inner = folder
     while True:
         folders = [path for path in _visible(inner) if path.is_dir()]
@@ -96,8 +95,7 @@ def _with_held_out(source: ImageSource, folders: Sequence[Path], skip_bad: bool,
 
 
 def _splits(folder: Path) -> dict[str, Path]:
-    """Return split folders by split (train, validation, test); {} if the folders are classes, even if one is named
-    "train"."""
+    """Return folders by split (train, validation, test); {} if they are classes, of which one may be named "train"."""
     folders = [path for path in _visible(folder) if path.is_dir()]
     splits: dict[str, Path] = {}
     for path in sorted(folders, key=lambda path: len(path.name)):  # train before train_more
@@ -126,7 +124,7 @@ def _unread_note(folder: Path, splits: dict[str, Path]) -> tuple[str, ...]:
 class _FoundImages:
     """``files``: (path, class name); the name is None outside of class folders, and "" if a table gives no class.
     ``empty``: folders without images. ``ignored``: files of other kinds. ``gone``: files that a table names but that do
-    not exist. ``table``: the metadata file, if there is one. ``is_table``: classes were read from it."""
+    not exist. ``table``: the metadata file, if any. ``is_table``: classes were read from it."""
 
     files: list[tuple[Path, Optional[str]]] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
@@ -159,7 +157,7 @@ def _source_of(
         )
     names = tuple(classes) or _sorted_names({name for _, name in images.files if name}, images.is_table)
     numbers = {name: number for number, name in enumerate(names)}
-    if images.is_table:  # a held-out table of only numbers has "1" if the training table, with words too, has "1.0"
+    if images.is_table:  # "1.0" of a training table with words is "1" in a held-out table of only numbers
         whole = [name for name in names if re.fullmatch(r"[0-9]+\.0", name) and name[:-2] not in numbers]
         numbers |= {name[:-2]: numbers[name] for name in whole}
     labels = numpy.array([numbers.get(name, NO_LABEL) for _, name in images.files], dtype=numpy.int64)
@@ -185,8 +183,7 @@ def _source_of(
 
 
 def _sorted_names(names: Collection[str], is_table: bool) -> tuple[str, ...]:
-    """Sort class names: folder names as torchvision and datasets sort them (10 before 2), numbers in a table by value,
-    because they are class numbers."""
+    """Sort folder names as torchvision and datasets do (10 before 2), but the class numbers of a table by value."""
     by_number = is_table and all(name.isdecimal() for name in names)
     return tuple(sorted(names, key=int) if by_number else sorted(names))
 
@@ -215,7 +212,7 @@ def _metadata(*folders: Path) -> Optional[Path]:
 
 
 def _images_in_table(folder: Path, labels: Sequence[str], table: Optional[Path]) -> Optional[_FoundImages]:
-    """Return the images in ``folder`` with their classes from ``table``; None if it has no such images or classes."""
+    """Return the images in ``folder`` with their classes in ``table``; None if it has no such images or classes."""
     rows = [] if table is None else list(read_file(table, "text"))
     columns = _columns(rows)
     label = next((name for name in labels if name in columns), None)
@@ -267,8 +264,7 @@ def _images_in_table(folder: Path, labels: Sequence[str], table: Optional[Path])
 
 
 def _find_images(folder: Path, labels: Sequence[str], *above: Path) -> _FoundImages:
-    """Find the images of ``folder`` and their classes. ``above``: parent folders; a metadata file in one of them is
-    used if ``folder`` has none."""
+    """Find the images of ``folder`` and their classes. ``above``: folders whose metadata count if it has none."""
     table = _metadata(folder, *above)
     in_table = _images_in_table(folder, labels, table)
     if in_table is not None:

@@ -20,9 +20,7 @@ Content = Union[bytes, Path, numpy.ndarray]
 
 class ImageRecord(NamedTuple):
     """One image as it was read. ``place`` names it in messages ("pets/cat/3.png", "digits row 4"; rows count from 1).
-
-    If ``content`` is None or ``label`` is NO_LABEL, ``problem`` says what is wrong.
-    """
+    If ``label`` is NO_LABEL, ``problem`` says why. ``content`` is None if the row has no image."""
 
     place: str
     content: Optional[Content]

@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 class PixelFormat(NamedTuple):
-    """The format of decoded images. ``size``: (height, width). ``processor``: the image processor that is applied."""
+    """Format of decoded images. ``size``: (height, width). ``processor``: the image processor that is applied."""
 
     processor: Any
     channels: int
@@ -64,7 +64,7 @@ class DecodingStatistics(DropCounts):
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def count_image(self, size: tuple[int, int], mode: str, is_first: bool) -> None:
-        """Count one decoded image. Arguments are those of ``Pixels``."""
+        """Count one decoded image, described as in ``Pixels``."""
         self.count += 1
         self.several += is_first
         self.modes[mode] += 1
@@ -74,8 +74,6 @@ class DecodingStatistics(DropCounts):
 
 @dataclass(frozen=True)
 class StoredImages:
-    """A cache folder of decoded images, and statistics of the decoding."""
-
     folder: Path
     shape: tuple[int, int, int]
     about: DecodingStatistics
@@ -129,10 +127,8 @@ class StoredImages:
 
 
 class ImageRows(torch.utils.data.Dataset):
-    """Rows ``{"pixel_values": uint8 (channels, height, width), "labels": int}``, in the order of ``numbers``.
-
-    ``folder``: the folder in the cache. Each worker process maps the file itself, so that pixels are not pickled.
-    """
+    """Rows ``{"pixel_values": uint8 (channels, height, width), "labels": int}``, in the order of ``numbers``. Each
+    worker process maps the file in ``folder``, of the cache, itself, so that pixels are not pickled."""
 
     def __init__(
         self, folder: Path, shape: tuple[int, int, int], labels: numpy.ndarray, numbers: numpy.ndarray
@@ -172,8 +168,7 @@ def collate_images(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def pixel_statistics(rows: ImageRows) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each channel, for pixels from 0 to 1, over an evenly spaced sample of the
-    images."""
+    """Return mean and standard deviation of each channel, for pixels from 0 to 1, over evenly spaced images."""
     wanted = numpy.linspace(0, len(rows) - 1, num=min(len(rows), IMAGES_FOR_STATISTICS), dtype=int)
     counts = numpy.zeros((rows.shape[0], 256), dtype=numpy.int64)
     for number in wanted:
@@ -191,10 +186,8 @@ def pixel_statistics(rows: ImageRows) -> tuple[list[float], list[float]]:
 def stored_images(
     source: ImageSource, numbers: numpy.ndarray, kind: PixelFormat, cache_dir: Path, skip_bad_rows: bool
 ) -> StoredImages:
-    """Return the images of ``source`` with these numbers, decoded, from the cache if it has them.
-
-    Raises DataError at the first image that cannot be used, unless ``skip_bad_rows`` is set, and if none is left.
-    """
+    """Return these images of ``source``, decoded, from the cache if it has them. Raises DataError at the first image
+    that cannot be used, unless ``skip_bad_rows`` is set, and if none is left."""
     digest = digest_of(STORE_VERSION, source.identity, numbers.tolist(), kind.identity, skip_bad_rows)
     folder = cache_dir / "images" / digest
     build_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
@@ -244,7 +237,7 @@ def _digest(pixels: numpy.ndarray) -> int:
 
 
 def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: DecodingStatistics) -> Iterator[Optional[Pixels]]:
-    """Yield each image, or None for one that is dropped and counted. Raises DataError for the first such image if
+    """Yield each image, or None for one that is dropped and counted. Raises DataError instead of dropping one if
     ``skip_bad_rows`` is not set."""
     for image in decoded:
         about.read += 1

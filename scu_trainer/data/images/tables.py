@@ -33,11 +33,8 @@ def table_source(
     cache_dir: Path,
     classes: Sequence[str] = (),
 ) -> ImageSource:
-    """Return the images and labels of a Hub id or a folder of ``save_to_disk``. ``classes``: class names of the
-    training data.
-
-    Raises DataError if the dataset, the split or a column does not exist.
-    """
+    """Return the images and labels of a Hub id or a folder of ``save_to_disk``. ``classes``: those of the training
+    data. Raises DataError if the dataset, the split or a column does not exist."""
     loaded = _load(name, wanted[0], data, cache_dir)
     if not isinstance(loaded, Mapping):
         is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
@@ -53,7 +50,7 @@ def table_source(
 
 
 def how_to_save(parquet: Path) -> str:
-    """Return advice for a parquet file or a folder of them, which must be saved as a dataset first."""
+    """Return advice for a parquet file or a folder of them, which must first be saved as a dataset."""
     parquet = parquet if parquet.name else parquet.absolute()  # Path(".") has no name
     given = f"'{parquet}'" if parquet.is_dir() else f"'parquet', data_files='{parquet}'"
     saved = parquet.with_name(f"{parquet.stem}-saved")
@@ -99,7 +96,7 @@ def _source_of(name: str, table: datasets.Dataset, own: ImageSettings, classes: 
 
 
 def _image_column(name: str, table: datasets.Dataset, wanted: Optional[str]) -> str:
-    """Return the column of images: ``wanted``, or one with a usual name, or the only one. Raises DataError."""
+    """Return ``wanted``, or the column of images with a usual name, or the only one. Raises DataError."""
     import datasets
 
     usable = [column for column, kind in table.features.items() if _holds_images(kind, datasets.Image)]
@@ -123,7 +120,7 @@ def _holds_images(kind: Any, image_type: type) -> bool:
 
 
 def _label_column(name: str, table: datasets.Dataset, wanted: Optional[str], image: str) -> str:
-    """Return the label column: ``wanted``, or one with a usual name, or the only ClassLabel. Raises DataError."""
+    """Return ``wanted``, or the column with a usual name, or the only ClassLabel. Raises DataError."""
     import datasets
 
     others = [column for column in table.column_names if column != image]
@@ -169,8 +166,7 @@ def _class_names(
 
 
 def _label_numbers(values: Sequence[Any], kind: Any, names: Sequence[str], wanted: Sequence[str]) -> numpy.ndarray:
-    """Return the index in ``wanted`` of each label; NO_LABEL if a value is missing, out of range, or not a wanted
-    class."""
+    """Return the index in ``wanted`` of each label; NO_LABEL if it is missing, out of range, or not a wanted class."""
     numbers = {name: number for number, name in enumerate(wanted)}
     by_value = {
         name if kind.dtype.endswith("string") else number: numbers.get(name) for number, name in enumerate(names)

@@ -50,7 +50,6 @@ class SensorCollator:
 
 
 def mask_name(name: str) -> str:
-    """Return the name of an array's mask in a batch."""
     return "cooling_mask" if name == "cooling_curve" else f"{name}_mask"
 
 

@@ -79,8 +79,7 @@ def prepare_sensors(
 def _add_report_ids(
     source: SensorSource, train: Recordings, held_out: Recordings, known: Optional[Sequence[str]]
 ) -> Sequence[str]:
-    """Add the encoded reports to the rows, and return the vocabulary. Raises DataError if there are no reports to learn
-    from."""
+    """Add the encoded reports to the rows, and return the vocabulary. Raises DataError if no report can be learned."""
     written = sum(map(bool, train.reports))
     if not written and not known:
         raise DataError(
@@ -105,8 +104,7 @@ def report_vocabulary(reports: Sequence[str]) -> list[str]:
 
 
 def encoded_reports(reports: Sequence[str], words: Sequence[str]) -> list[numpy.ndarray]:
-    """Return the word ids of each report, with <bos> and <eos>, int64 of shape (words + 2,); shape (0,) for a recording
-    without a report."""
+    """Return the word ids of each report with <bos> and <eos>, int64 of shape (words + 2,); (0,) without a report."""
     tokenizer = tokenizer_of(words, WORDS)
     end = [words.index(END)]
     ids = (tokenizer(text)["input_ids"] + end if text else [] for text in reports)
@@ -127,10 +125,8 @@ def _require_branches(source: SensorSource, own: SensorSettings) -> None:
 
 
 def _split(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recordings, Recordings]:
-    """Split recordings as the manifest says; if it does not say, hold out a random share of each class.
-
-    The share is drawn from all offered recordings and only then reduced to the usable ones, see ``Offered``.
-    """
+    """Split recordings as the manifest says; if it does not say, hold out a random share of each class. The share is
+    drawn from all offered recordings and only then reduced to the usable ones, see ``OfferedRecordings``."""
     offered, wanted = source.offered, data.dataset_split.strip().casefold()
     splits = numpy.unique(offered.splits)
     own_name = find_split(splits, [wanted]) or wanted
@@ -177,7 +173,7 @@ def _split_counts(splits: numpy.ndarray) -> str:
 
 
 def _eval_recordings(source: SensorSource, data: DataSettings, own: SensorSettings, cache_dir: Path) -> Recordings:
-    """Return all recordings of ``eval_dataset``, which must have the classes and shapes of the training data."""
+    """Return up to ``max_eval_documents`` of ``eval_dataset``, which must have the classes and shapes of training."""
     other = folder_source(
         data.eval_dataset,
         own,

@@ -7,9 +7,9 @@ Columns of the manifest:
 
     file      path of the .npz, relative to the folder and inside it
     label     class of the recording: a name, or a whole number from 0 on
-    split     optional, in upper or lower case: "train" (or the value of dataset_split) to train on it. To hold it out:
-              "eval", "validation", "valid", "val", "dev" or "test"; only the first of these that occurs is used. If
-              none occurs, a random share is held out
+    split     optional, in upper or lower case: "train" (or the value of dataset_split), or empty, to train on it. To
+              hold it out: "eval", "validation", "valid", "val", "dev" or "test"; only the first of these that occurs
+              is used. If none occurs, a random share is held out
     missing   optional: list of sensors or arrays that the recording lacks (in CSV: separated by ";"); a sensor means
               all of its arrays. Declared arrays are not read. It is an error if an array that a branch in use reads is
               neither in the file nor declared missing
@@ -104,8 +104,8 @@ class Recording:
 
 
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError)
-"""Exceptions for a damaged file. RuntimeError: raised by zipfile for an encrypted file or an unknown compression.
-MemoryError: for an absurd shape."""
+"""Errors of a damaged file. RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: for
+an absurd shape."""
 
 
 def array_names(branches: Sequence[str]) -> list[str]:
@@ -152,7 +152,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
 
 
 def _require_numpy(file: BinaryIO) -> None:
-    """Raise BadSample for another kind of file, such as a table. numpy would take it for a pickle and advise to load
+    """Raise BadSample for another kind of file, such as a table: numpy would take it for a pickle and advise to load
     it."""
     if not file.read(len(NPY)).startswith((ZIP, NPY)):
         raise BadSample(
@@ -185,8 +185,7 @@ def _convert(name: str, array: numpy.ndarray) -> numpy.ndarray:
 
 
 def with_time_first(name: str, array: numpy.ndarray) -> numpy.ndarray:
-    """Return an array of a file with its axes in the order of the cache: visible (frames, 3, height, width), geometry
-    (1, numbers), others unchanged."""
+    """Put the axes in the order of the cache: visible (frames, 3, height, width), geometry (1, numbers)."""
     if name == "visible":
         return array.transpose(0, 3, 1, 2)
     return array[None] if name == "geometry" else array
@@ -212,7 +211,7 @@ def _convert_numbers(name: str, array: numpy.ndarray, form: ArrayFormat) -> nump
 def _require_resolved(name: str, array: numpy.ndarray, kept: numpy.ndarray) -> None:
     """Raise BadSample for a channel that loses its variation by rounding, such as seconds since 1970."""
     spread, lost = array.std(axis=0), numpy.abs(array - kept).max(axis=0)
-    is_constant = numpy.ptp(array, axis=0) <= 16 * numpy.spacing(numpy.abs(array).max(axis=0))  # but for float64 noise
+    is_constant = numpy.ptp(array, axis=0) <= 16 * numpy.spacing(numpy.abs(array).max(axis=0))  # up to float64 rounding
     blurred = numpy.flatnonzero((lost > MOST_LOST * spread) & ~is_constant)
     if len(blurred):
         channel = int(blurred[0])
@@ -235,11 +234,8 @@ def _not_storable(name: str, array: numpy.ndarray, place: tuple[int, ...], form:
 
 @dataclass
 class SharedShapes:
-    """The shapes that all recordings must share: for each array, the shape after its time axis, taken from the first
-    recording that has it.
-
-    ``agreeing``, ``others``: numbers of accepted and refused recordings.
-    """
+    """The shape after its time axis that each array must have, taken from the first recording that has the array.
+    ``agreeing``, ``others``: numbers of accepted and refused recordings."""
 
     of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     learned_from: dict[str, str] = field(default_factory=dict)
@@ -281,10 +277,8 @@ def _shape_of(name: str, shape: tuple[int, ...]) -> str:
 
 
 def write_recordings(folder: Path, recordings: Iterable[Recording]) -> int:
-    """Write ``recordings`` one by one in the format of this module. Returns their number.
-
-    Arrays are written unchanged, so uint8 frames must have their colours in the last dimension.
-    """
+    """Write ``recordings`` one by one in the format of this module, and return their number. Arrays are written
+    unchanged, so uint8 frames must have their colours in the last dimension."""
     folder.mkdir(parents=True, exist_ok=True)
     count = 0
     with open(folder / MANIFEST, "w", encoding="utf-8") as manifest:

@@ -38,7 +38,7 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # lone surrogates, which no file
 MOST_LETTERS = 500
 """Longest report. Attention to all words of longer texts would dominate the memory of a step."""
 MOST_IMPLIED_CLASSES = 1000
-"""A label above both this and the number of rows is considered a mistake, unless ``num_classes`` is set."""
+"""A label as high as this and as the number of rows is considered a mistake, unless ``num_classes`` is set."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class Rejections:
         self.statistics, self.skip = statistics, skip
 
     def add(self, place: str, error: BadSample) -> None:
-        """Raise DataError for a bad row, or count it. ``place`` names the row."""
         if not self.skip:
             raise DataError(f"{place}: {error}; fix it, or set skip_bad_rows: true to leave such rows out") from error
         self.statistics.drop(error.reason, place)
@@ -151,7 +150,6 @@ def _csv_rows(lines: Iterable[str], path: Path) -> Iterator[tuple[int, Any, Opti
 
 
 def _parse_entry(folder: Path, place: str, row: Any, problem: Optional[str]) -> Entry:
-    """Return one row of a manifest as an Entry. Raises BadSample."""
     if problem is not None or not isinstance(row, dict):
         raise BadSample("unreadable row", problem or f"a {type(row).__name__}, not an object with {COLUMNS}")
     for name in (name for name in row if name not in COLUMNS):
@@ -233,10 +231,9 @@ def with_labels_in_range(
 
 
 def class_names(entries: Sequence[Entry], num_classes: Optional[int], known: Optional[Sequence[str]]) -> list[str]:
-    """Return the class names by label.
-
-    They are ``known`` (classes of a trained model) if given; else the numbers below ``num_classes`` (by default up to
-    the highest label), or the sorted names in the manifest. Raises DataError if their number is not ``num_classes``."""
+    """Return the class names by label: ``known`` (those of a trained model) if given; else the numbers below
+    ``num_classes`` (by default up to the highest label), or the names in the manifest, sorted. Raises DataError if
+    ``num_classes`` is not the number of these names."""
     if known is not None:
         return list(known)
     labels = {entry.label for entry in entries if isinstance(entry.label, str) or entry.label >= 0}

@@ -40,8 +40,7 @@ STORE_VERSION = 4
 
 WITHOUT_BRANCH = "without any branch in use"
 MOST_SIZE_RATIO = 30
-"""If the size of one channel of kinematics is more than this many times the variation of another, the other channel is
-learned late or never."""
+"""If one channel of kinematics is this many times as large as another varies, the other is learned late or never."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class OfferedRecordings:
 
 @dataclass(frozen=True)
 class SensorSource:
-    """Checked recordings. ``label_names``: names by label. ``numbers``: the index in ``offered`` of each recording in
-    ``store``, ascending."""
+    """Checked recordings. ``label_names``: by label. ``numbers``: index in ``offered`` of each recording in ``store``,
+    ascending."""
 
     name: str
     store: Store
@@ -138,7 +137,7 @@ def folder_source(
     known: Optional[Sequence[str]] = None,
     shapes: Optional[Mapping[str, tuple[int, ...]]] = None,
 ) -> SensorSource:
-    """Return the recordings of the folder ``name``, which must have the format of ``format.py``.
+    """Return the recordings of the folder ``name``, in the format of ``format.py``.
 
     ``limit``: use only so many, chosen at random. ``known``: classes of a trained model. ``shapes``: shapes of the
     training data. Raises DataError at the first bad recording, unless ``skip_bad_rows`` is set.
@@ -171,22 +170,21 @@ def folder_source(
 
 
 def random_subset(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
-    """Return ``limit`` of ``numbers``, ascending, drawn at random because the first rows of a manifest may all have the
-    same class."""
+    """Draw ``limit`` of ``numbers``, ascending. The first rows of a manifest would not do: all may have one class."""
     if limit is None or limit >= len(numbers):
         return numbers
     return numpy.sort(numpy.random.default_rng(seed).permutation(numbers)[:limit])
 
 
 def _stat_of(entry: Entry) -> list[int]:
-    """Return values that change when the file changes. A missing file is reported when it is read."""
+    """Return values that change with the file. A missing file is reported when it is read."""
     return [entry.file.stat().st_size, entry.file.stat().st_mtime_ns] if entry.file.is_file() else []
 
 
 def _label_entries(
     entries: Sequence[Entry], names: Sequence[str], rejections: Rejections
 ) -> tuple[numpy.ndarray, list[Entry]]:
-    """Return the class numbers, and the entries that have a valid class."""
+    """Return the class numbers of the entries that have a valid class, and these entries."""
     labels, kept = [], []
     for entry in entries:
         try:

@@ -59,11 +59,8 @@ def _digest(arrays: dict[str, numpy.ndarray]) -> str:
 
 
 class Store:
-    """Reads a folder written by ``write_store``. ``labels``: shape (recordings,). ``shapes``: shape after the time axis
-    of each array that some recording has.
-
-    Raises StorageError if its files are damaged.
-    """
+    """A folder written by ``write_store``. ``labels``: shape (recordings,). ``shapes``: for each array that a recording
+    has, the shape after its time axis. Raises StorageError if its files are damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,9 +108,8 @@ def _damaged(folder: Path, reason: str) -> StorageError:
 
 class Recordings(torch.utils.data.Dataset):
     """Some recordings of a store. A row has ``labels`` (a number) and the arrays of the recording, read on access.
-
-    ``keys``: a name of each recording that identifies it everywhere. ``reports``: the report of each, "" for none.
-    ``report_ids``: if set, the word ids of the reports, which rows then have too."""
+    ``keys``: the name that each recording has everywhere. ``reports``: the report of each, "" for none. ``report_ids``:
+    the word ids of the reports; once they are set, rows have them too."""
 
     def __init__(self, store: Store, numbers: numpy.ndarray, keys: Sequence[str], reports: Sequence[str]) -> None:
         self.store, self.numbers, self._keys, self.reports = store, numbers, keys, reports
@@ -128,7 +124,7 @@ class Recordings(torch.utils.data.Dataset):
         return row if self.report_ids is None else {**row, "report_ids": self.report_ids[index]}
 
     def keys(self) -> list[str]:
-        """Return one key per row, in order. Keys do not depend on the branches that are read."""
+        """One per row, in order. Keys do not depend on the branches that are read."""
         return list(self._keys)
 
     @property

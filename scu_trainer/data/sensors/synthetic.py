@@ -51,8 +51,8 @@ def ceiling_alone(classes: int) -> float:
 def synthetic(
     samples: int, classes: int = DEFAULT_CLASSES, seed: int = 0, missing_share: float = 0.0
 ) -> Iterator[Recording]:
-    """Yield ``samples`` recordings, cycling through the classes. ``missing_share``: probability that a recording lacks
-    one of the first three sensors."""
+    """Yield ``samples`` recordings, cycling through the classes. Each lacks one of the first three sensors with the
+    probability ``missing_share``."""
     side = side_of(classes)
     for number in range(samples):
         rng = numpy.random.default_rng([seed, number])

@@ -35,10 +35,10 @@ MOST_ROWS_PER_JUDGE = 1000
 
 @dataclass(frozen=True)
 class Anchor:
-    """Rows of the text to retain. No document is in two parts, and only one copy of a document is used.
+    """Rows of the text to retain. No document is in two parts, nor is a copy of it in another part.
 
     replayed: training rows, or None if the text is not trained on. measured, unseen: held-out rows. ``documents``: the
-    number of documents in each part, and ``in_the_data``, the number left out because they are in the training data.
+    number of documents in each part, and ``in_the_data``, the number left out because they are in the data.
     ``fingerprint``: changes with text, settings, tokenizer or split. ``reason``: why the text is replayed or not, for
     the user. ``place``: index among the sources of the data, or None for a separate text.
     """
@@ -66,11 +66,9 @@ def read_anchor(
 ) -> Anchor:
     """Read the text to retain and split it.
 
-    ``settings``: the settings of the training data; their rules for rows apply here too. ``name``: name or dataset of a
-    source of the training data, if these are a mixture; otherwise a separate text. ``choose``: takes the number of rows
-    to replay and returns whether they are enough to train on, and the reason. If they are not, the documents of a
-    separate text are measured instead.
-
+    ``settings``: those of the training data, whose rules for rows apply here too. ``name``: name or dataset of a source
+    of these data if they are a mixture, else a separate text. ``choose``: takes the number of rows to replay, and
+    returns whether they are enough to train on, and why. If not, these documents of a separate text are measured too.
     Raises DataError for a text that cannot be found or read, or has too few documents.
     """
     of_model = (tokenizer, seed, cache_dir, model_name)
@@ -136,8 +134,8 @@ def _split_separate_text(settings: DataSettings, name: str, most_documents: int,
 
 
 def _split_source(settings: DataSettings, place: int, most_documents: int, of_model: tuple) -> _Split:
-    """Measure on the held-out documents of a source of the mixture, and replay its training documents, which increases
-    its share."""
+    """Split the held-out documents of a source into those for measuring and those for the verdict. Its training
+    documents may be replayed, which increases its share."""
     mixture = mixture_plan(settings, *of_model)
     plan, name = mixture.plans[place], mixture.names[place]
     sides = [both_sides_uncounted(each) for each in mixture.plans]
@@ -155,8 +153,8 @@ def _split_source(settings: DataSettings, place: int, most_documents: int, of_mo
 
 
 def _settings_for_text(settings: DataSettings, name: str, most_documents: int) -> DataSettings:
-    """Return ``settings`` with the text as the only dataset. The validation percentage makes ``training_source`` cut a
-    single text file into paragraphs."""
+    """Return ``settings`` with the text as the only dataset. The validation percentage makes ``training_source`` cut
+    a .txt file of one document into paragraphs."""
     return replace(
         settings,
         dataset=name,
@@ -171,8 +169,7 @@ def _settings_for_text(settings: DataSettings, name: str, most_documents: int) -
 
 
 def _digests_of_data(settings: DataSettings, of_model: tuple) -> numpy.ndarray:
-    """Return the digests of all documents of the data, trained on or held out; none of a stream, which is not read
-    yet."""
+    """Return the digests of all documents of the data, also held-out ones; none of a stream, which is not read yet."""
     if settings.streaming:
         return numpy.empty(0, dtype=numpy.int64)
     plans = mixture_plan(settings, *of_model).all_plans if settings.is_mixture else (plan_of(settings, *of_model),)
@@ -194,10 +191,8 @@ def split_documents(
 
     ``digests``: equal for copies, of which only the first is used. ``known``: digests of the data; these documents are
     in no part, because the verdict must not be about text that was learned. ``share``: share of the documents for
-    measuring, and again for the verdict, at most MOST_PER_JUDGE each.
-
-    Raises DataError if fewer than FEWEST_RETAIN_DOCUMENTS different documents are left; ``who_has`` begins its
-    message, and ``advice`` ends it.
+    measuring, and again for the verdict, at most MOST_PER_JUDGE each. Raises DataError, with a message that begins with
+    ``who_has`` and ends with ``advice``, if fewer than FEWEST_RETAIN_DOCUMENTS different documents are left.
     """
     different, numbers = numpy.unique(digests, return_index=True)
     numbers = numbers[~numpy.isin(different, known)]

@@ -26,8 +26,7 @@ class Collator:
 
     @classmethod
     def of(cls, tokenizer, pad_to_multiple_of: Optional[int] = None) -> Collator:
-        """Return a Collator that pads with the tokenizer's pad token, else its eos, else token 0. The choice has no
-        effect on the loss."""
+        """Pad with the tokenizer's pad token, else its eos, else token 0. The choice does not affect the loss."""
         candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return cls(next(token for token in candidates if token is not None), pad_to_multiple_of)
 

@@ -45,7 +45,7 @@ class TokenizedDocuments(StoredDocuments):
     """Tokenized documents; ``digests`` are digests of the tokens."""
 
     def numbered(self, order: numpy.ndarray) -> Iterator[NumberedDocument]:
-        """Yield the documents in the given order. Only a few are in memory at a time."""
+        """Yield the documents in the given order. Only a few are in memory."""
         for start in range(0, len(order), DOCUMENTS_PER_READ):
             numbers = order[start : start + DOCUMENTS_PER_READ]
             table = self._rows[numbers]
@@ -98,8 +98,7 @@ def usable_documents(
 def _usable(
     results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics
 ) -> Iterator[Document]:
-    """Yield the documents, and count them and the dropped rows. Raises DataError at an unreadable row that must not be
-    skipped."""
+    """Yield the documents, and count all rows. Raises DataError at an unreadable row that must not be skipped."""
     for result in results:
         statistics.rows_read += 1
         if isinstance(result, Document):

@@ -193,9 +193,8 @@ def _count_tokens(part: PreparedData, chosen: numpy.ndarray) -> tuple[int, int]:
 
 
 def _count_duplicates(mixture: MixturePlan, statistics: DataStatistics) -> int:
-    """Return how many held-out documents, of any source, are also a training document of any source.
-
-    What was read of an ``eval_dataset`` is added to ``statistics``, because no source has counted it."""
+    """Return how many held-out documents, of any source, are also a training document of any source. What was read of
+    an ``eval_dataset`` is added to ``statistics``, because no source has counted it."""
     trained, held_out = [], []
     for documents, train_order, eval_source, eval_order in map(one_source.both_sides_uncounted, mixture.plans):
         trained.append(documents.digests[train_order])

@@ -84,9 +84,7 @@ def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, 
 def statistics_of(
     mixture: MixturePlan, parts: Sequence[DataStatistics], held_out: Optional[DataStatistics] = None
 ) -> DataStatistics:
-    """Add up what was read, dropped and held out.
-
-    ``parts``: statistics of the sources, in order. ``held_out``: statistics of the eval_dataset, if there is one."""
+    """Add up what was read, dropped and held out by the sources (``parts``, in order) and by the eval_dataset."""
     total = DataStatistics(streaming=mixture.settings.streaming)
     for name, part in zip(mixture.names, parts, strict=True):
         total.add(part)
@@ -122,13 +120,12 @@ def source_statistics(mixture: MixturePlan, parts: Sequence[DataStatistics]) -> 
 
 
 def number_in_mixture(document: int, source: int, count: int) -> int:
-    """Return the number in the mixture of a document with number ``document`` in its source. ``source``: index of the
-    source. ``count``: number of sources."""
+    """Return the number in the mixture of the document ``document`` of source ``source``, one of ``count``."""
     return document * count + source
 
 
 def rows_of_others(held_out: datasets.Dataset, source: int, count: int) -> Optional[datasets.Dataset]:
-    """Return the held-out rows that are not of the source with index ``source``; None if none are left."""
+    """Return the held-out rows of all sources but ``source``; None if there are none."""
     left = numpy.flatnonzero(numpy.asarray(held_out["document"]) % count != source)
     return held_out.select(left) if len(left) else None
 
@@ -141,8 +138,8 @@ def prepared_mixture(
     held_out_rows: Sequence[datasets.Dataset],
     held_out: Optional[PreparedData],
 ) -> PreparedData:
-    """Return the prepared data of a mixture. ``own``: held-out rows of the sources, renumbered for the mixture.
-    ``held_out``: prepared data of the eval_dataset, which replaces them."""
+    """``held_out_rows``: those of the sources, renumbered for the mixture. ``held_out``: the eval_dataset, prepared,
+    which replaces them."""
     import datasets
 
     if held_out is not None:
@@ -157,7 +154,7 @@ def prepared_mixture(
 
 
 def number_schema(column: str) -> pyarrow.Schema:
-    """Return the schema of only the column ``documents`` (of training rows) or ``document`` (of held-out rows)."""
+    """Return the schema of only ``documents`` (of training rows) or ``document`` (of held-out rows)."""
     import pyarrow
 
     rows = training_schema(isolate=False) if column == "documents" else held_out_schema()
@@ -208,8 +205,7 @@ def renumbered_in_memory(rows: datasets.Dataset, source: int, count: int) -> dat
 
 
 def row_tokens(rows: datasets.Dataset) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return the number of tokens in each row, and how many of them are learned; both int64 of shape (rows,). No row
-    may be empty."""
+    """Return how many tokens each row has, and how many are learned; int64 of shape (rows,). No row may be empty."""
     tokens, learned = [numpy.zeros(0, dtype=numpy.int64)], [numpy.zeros(0, dtype=numpy.int64)]
     for table in rows.select_columns(["labels"]).with_format("arrow").iter(ROWS_AT_ONCE):
         labels = table["labels"].combine_chunks()

@@ -80,8 +80,7 @@ class MixtureStream:
 def prepare_mixture_stream(
     mixture: MixturePlan, parts: Sequence[PreparedData], held_out: Optional[PreparedData]
 ) -> PreparedData:
-    """Return a mixture of streams. ``parts``: prepared streams of the sources. ``held_out``: prepared data of the
-    eval_dataset, if there is one."""
+    """``parts``: prepared streams of the sources. ``held_out``: the eval_dataset, prepared, if there is one."""
     import datasets
 
     of_parts = [part.statistics for part in parts]

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH = 8192, 2**21
 """Limits of an Arrow batch. Values are tokens, labels, and characters of texts. A batch is in memory while it is
-written, and its offset whenever the file is open. So there should be few batches if rows are short, and small ones if
-rows are long."""
+written, and its offset while the file is open: short rows need few batches, long rows small ones."""
 
 
 class NumberedDocument(NamedTuple):
@@ -65,8 +64,7 @@ def packed(documents: Iterable[NumberedDocument], block_size: int, isolate: bool
 
 
 def windows(documents: Iterable[NumberedDocument], block_size: int) -> Iterator[Row]:
-    """Yield rows of one document each. They overlap by one token, so that every token of a document except its first is
-    predicted exactly once."""
+    """Yield rows of one document each. They overlap by one token: each token but the first is predicted once."""
     for document in documents:
         for start in range(0, max(1, len(document.input_ids) - 1), block_size - 1):
             yield _join([_segment(document, start, start + block_size)], isolate=True)
@@ -77,7 +75,7 @@ def _segment(document: NumberedDocument, start: int, end: int) -> NumberedDocume
 
 
 def _join(segments: list[NumberedDocument], isolate: bool) -> Row:
-    """Concatenate segments to one row, and mask the first label of the row or, if isolated, of every segment."""
+    """Concatenate segments, and mask the first label of the row or, with ``isolate``, of every segment."""
     labels = numpy.concatenate([segment.labels for segment in segments])
     lengths = [len(segment.input_ids) for segment in segments]
     starts = numpy.cumsum([0, *lengths[:-1]])
@@ -101,10 +99,9 @@ def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]
 
 
 class _CutCounter:
-    """Counts documents that do not fit into one row, and answers that are separated from their question.
-
-    The latter are documents with tokens that are not learned, such as conversations, that continue in another row.
-    Each is counted once. With packing, this happens to short documents too."""
+    """Counts documents that do not fit into one row, and, once each, documents with tokens that are not learned, such
+    as conversations, that continue in another row: the answer is separated from its question there. With packing, this
+    happens to short documents too."""
 
     def __init__(self, statistics: DataStatistics) -> None:
         self._statistics = statistics
@@ -182,8 +179,7 @@ def held_out_schema() -> pyarrow.Schema:
 
 
 def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pyarrow.RecordBatch]:
-    """Yield Arrow batches of at most some megabytes, unless one row is longer. Integer arrays are not converted to
-    Python lists."""
+    """Yield Arrow batches of some megabytes at most, unless one row is longer, without making lists of the arrays."""
     import pyarrow
 
     for batch in batched(rows, _count_values, MOST_ROWS_PER_BATCH, MOST_VALUES_PER_BATCH):
@@ -192,7 +188,6 @@ def record_batches(rows: Iterable[dict], schema: pyarrow.Schema) -> Iterator[pya
 
 
 def in_memory(rows: Iterable[dict], schema: pyarrow.Schema) -> datasets.Dataset:
-    """Return a dataset of ``rows`` in memory."""
     import datasets
     import pyarrow
 

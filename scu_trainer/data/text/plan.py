@@ -59,7 +59,6 @@ class EncodingPlan(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines for the user about both sources."""
         return notes_of(self.source, self.held_out)
 
     @property

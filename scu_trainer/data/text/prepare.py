@@ -68,8 +68,8 @@ def whole_held_out_of(plan: EncodingPlan) -> Optional[datasets.Dataset]:
 
 
 def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model_name: str) -> EncodingPlan:
-    """Return the plan of one source, and set ``settings.chat_template`` as the tokenizer's template. Raises DataError
-    if the source cannot be found or read."""
+    """Plan one source, and set the tokenizer's template to ``settings.chat_template``, if given. Raises DataError if
+    the source cannot be found or read."""
     source = training_source(settings, cache_dir)
     if settings.chat_template is not None:
         tokenizer.chat_template = read_chat_template(settings.chat_template)
@@ -79,7 +79,6 @@ def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model
 
 
 def _template_notes(tokenizer, template: str) -> Iterator[str]:
-    """Yield notes about a chat template that does not fit the tokenizer well."""
     if spelled := spelled_markers(tokenizer, template) if template in CHAT_TEMPLATES else []:
         yield (
             f"chat_template {template}: this tokenizer has no token for {', '.join(spelled)} and splits "
@@ -115,7 +114,7 @@ def both_sides(
 ) -> tuple[Documents, numpy.ndarray, Documents, numpy.ndarray]:
     """Return (training documents, their order, held-out documents, their order), and count them in ``statistics``.
 
-    ``read(source, limit)`` returns documents with a length and ``digests``. Of ``plan``, only settings, source,
+    ``read(source, limit)``: returns documents with a length and ``digests``. ``plan``: only its settings, source,
     held_out and seed are used.
     """
     documents = eval_source = read(plan.source, plan.settings.dataset_size)
@@ -139,8 +138,7 @@ def both_sides_uncounted(
 
 
 def tokenized(plan: EncodingPlan, source: Source, limit: int | None, statistics: DataStatistics) -> TokenizedDocuments:
-    """Return the first ``limit`` documents of ``source``, and count them in ``statistics``. Raises DataError if there
-    are none."""
+    """Return the first ``limit`` documents of ``source``, counted in ``statistics``. Raises DataError if none exist."""
     workers = plan.settings.preprocessing_num_workers
     documents = tokenized_documents(source, plan.encoder, limit, plan.cache_dir, workers)
     statistics.add(documents.statistics)

@@ -16,8 +16,8 @@ ANYWHERE = ("system", "developer")
 
 
 class Part(NamedTuple):
-    """A part of a message that should be in the rendered text. ``what`` names it, and each of ``texts`` must be found.
-    ``is_target``: the part is learned."""
+    """``what`` a message says, as ``texts`` that must all be in the rendered text. ``is_target``: it is learned.
+    ``is_in_order``: it must follow the parts before it."""
 
     what: str
     texts: list[str]
@@ -27,11 +27,8 @@ class Part(NamedTuple):
 
 
 def rendered_away(chat: Chat, text: str, learns_prompt: bool) -> tuple[str, ...]:
-    """Return descriptions of the parts of ``chat`` that are missing in ``text``. Raises BadRow if a missing part is one
-    that should be learned.
-
-    ``learns_prompt``: every token is learned, including turns of other speakers.
-    """
+    """Describe the parts of ``chat`` that are missing in ``text``. Raises BadRow if one of them should be learned.
+    ``learns_prompt``: every token is learned, also of turns that are not the assistant's."""
     missing, place = [], 0
     for part in _parts(chat, learns_prompt):
         ends = [_end_of(piece, text, place if part.is_in_order else 0) for piece in part.texts]
@@ -59,8 +56,8 @@ def _parts(chat: Chat, learns_prompt: bool) -> Iterator[Part]:
 
 
 def _parts_of(message: dict, number: int, is_learned: bool, is_last_answer: bool) -> Iterator[Part]:
-    """Yield the parts of one message. Reasoning is a target only in the last answer: templates may drop it in earlier
-    turns, because models do not see it at inference either. That is only counted."""
+    """Yield the parts of one message. Reasoning is a target only after the last question: templates may drop that of
+    earlier turns, as models do at inference, which is only counted."""
     if "reasoning_content" in message:
         yield Part("reasoning", [message["reasoning_content"]], is_learned and is_last_answer, number)
     content = message.get("content", "")

@@ -37,8 +37,7 @@ def rows_per_epoch(rows: Sequence[int], shares: Sequence[Fraction], stopping_str
 
 
 def apportioned(total: int, shares: Sequence[Fraction]) -> list[int]:
-    """Split ``total`` into whole parts by the largest remainder (Hamilton's method). The first of equal remainders
-    wins."""
+    """Split ``total`` into whole parts by largest remainder (Hamilton's method); the first of equal ones wins."""
     exact = [total * share for share in shares]
     parts = [math.floor(part) for part in exact]
     by_remainder = sorted(range(len(parts)), key=lambda index: parts[index] - exact[index])
@@ -54,11 +53,8 @@ def chosen_rows(wanted: int, rows: int, generator: numpy.random.Generator) -> nu
 
 
 def interleaved(counts: Sequence[int]) -> numpy.ndarray:
-    """Return the source of every row of an epoch. Source i occurs ``counts[i]`` times, spread evenly.
-
-    Row k of the n rows of a source is placed at (k + 1/2) / n of the epoch. So the start of an epoch has the same
-    shares, even without shuffling.
-    """
+    """Return the source of every row of an epoch. Source i occurs ``counts[i]`` times, spread evenly: its row k of n is
+    at (k + 1/2) / n of the epoch, so that the start of an epoch has the same shares even without shuffling."""
     places = numpy.concatenate([(numpy.arange(count) + 0.5) / count for count in counts])
     sources = numpy.repeat(numpy.arange(len(counts)), counts)
     return sources[numpy.argsort(places, kind="stable")]
@@ -74,7 +70,6 @@ class EvenChoice:
         self._slack = Fraction(1, max(2, 2 * len(self._shares) - 2))
 
     def next(self) -> int:
-        """Return the source of the next row."""
         row = sum(self._taken) + 1
         deficits = [share * row - taken for share, taken in zip(self._shares, self._taken, strict=True)]
         ready = [index for index, deficit in enumerate(deficits) if deficit >= self._slack]

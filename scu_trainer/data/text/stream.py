@@ -29,17 +29,15 @@ HELD_OUT_DOCUMENTS = 100  # unless max_eval_documents says otherwise
 
 
 class TrainingStream:
-    """Each call reads the source from its start. ``statistics`` describe the latest pass in this process.
-
-    With dataloader workers the counts stay in the workers.
-    """
+    """Each call reads the source from its start. ``statistics`` describe the latest pass in this process; with
+    dataloader workers the counts stay in the workers."""
 
     def __init__(self, plan: EncodingPlan, skip: int, statistics: DataStatistics) -> None:
         self.plan, self.skip, self.statistics = plan, skip, statistics
         self._at_start = statistics.as_dict()
 
     def start_over(self) -> None:
-        """Reset the statistics that an earlier pass counted."""
+        """Reset the counts of an earlier pass."""
         vars(self.statistics).update(DataStatistics(**self._at_start).as_dict())
 
     def __call__(self) -> Iterator[dict]:
@@ -90,8 +88,7 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
 
 
 def _held_out_documents(plan: EncodingPlan, statistics: DataStatistics, first: DataStatistics) -> list[Document]:
-    """Return the held-out documents, and count them in ``statistics``; rows that the training stream will read again
-    are counted in ``first``."""
+    """Return the held-out documents. Rows that the training stream will read again are counted in ``first``."""
     if plan.held_out:
         documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), statistics)
     elif plan.settings.validation_split_percentage:

@@ -127,8 +127,7 @@ class _Plan(NamedTuple):
         return digest_of(self._texts, self.known.identity if self.known else words)
 
     def fingerprint(self, known: _Vocabulary) -> str:
-        """Return a digest of data, settings and vocabulary. It is the same whether the vocabulary comes from a trained
-        model or was built again."""
+        """Of data, settings and vocabulary. It is the same whether this is of a trained model or was built again."""
         return digest_of(self._texts, known.identity)
 
     @property
@@ -234,8 +233,8 @@ class _Encoder:
     def documents(
         self, texts: Texts, order: numpy.ndarray, category_ids: numpy.ndarray, held_out: bool, described: list
     ) -> Iterator[NumberedDocument]:
-        """Yield the documents in the given order. Meanwhile, fill ``category_ids`` of shape (texts,) by document number
-        and, if ``held_out``, append to ``described``."""
+        """Yield the documents in the given order. As they are read, ``category_ids`` (texts,), by document number, is
+        filled and, if ``held_out``, ``described`` grows."""
         for batch in texts.batches(order):
             encoded = self.tokenizer([text.text for _, text in batch], verbose=False)["input_ids"]
             for (number, text), ids in zip(batch, encoded, strict=True):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TEXTS_VERSION = 1  # raise it when the same rows would give other texts
 TEXTS_PER_READ = 64
-BATCH_CHARACTERS = 2**20  # Arrow keeps a batch in memory until it is written
+BATCH_CHARACTERS = 2**20  # texts take more memory than their tokens, and Arrow keeps a batch until it is written
 
 
 class Columns(NamedTuple):
@@ -52,7 +52,7 @@ class Texts(StoredDocuments):
         return {count["values"]: count["counts"] for count in categories.value_counts().to_pylist()}
 
     def batches(self, order: numpy.ndarray) -> Iterator[list[tuple[int, LabelledText]]]:
-        """Yield lists of (number, text) in the given order. Only a few texts are in memory at a time."""
+        """Yield lists of (number, text) in the given order. Only a few texts are in memory."""
         for start in range(0, len(order), TEXTS_PER_READ):
             numbers = order[start : start + TEXTS_PER_READ]
             table = self._rows[numbers].select(LabelledText._fields)
@@ -60,10 +60,8 @@ class Texts(StoredDocuments):
 
 
 def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: int | None, cache_dir: Path) -> Texts:
-    """Return the first ``limit`` usable texts of a source (all if None), from the cache if nothing changed.
-
-    Raises DataError at the first row that cannot be used unless ``skip_bad_rows`` is set, and if no text is left.
-    """
+    """Return the first ``limit`` usable texts of a source (all if None), from the cache if nothing changed. Raises
+    DataError at the first row that cannot be used unless ``skip_bad_rows`` is set, and if no text is left."""
 
     def write(folder: Path) -> None:
         statistics = DataStatistics()

@@ -1,5 +1,5 @@
-"""Word tokenizers: text is split at white space and around punctuation, and the vocabulary is the most frequent words
-of the training texts."""
+"""Word tokenizers: text is split at white space and around each punctuation mark, and the vocabulary is the most
+frequent words of the training texts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ SPECIAL = PAD, UNKNOWN, BEGIN, END = "<pad>", "<unk>", "<bos>", "<eos>"
 
 
 def word_tokenizer(texts: Iterable[list[str]], own: WordSettings) -> PreTrainedTokenizerFast:
-    """Return a tokenizer trained on ``texts`` (batches of texts, read once), with at most ``own.vocabulary_size`` words
-    including the special ones.
-
-    Special words such as "<eos>" inside a text are split like any other text. Each text begins with <bos>.
-    """
+    """Return a tokenizer trained on ``texts`` (batches, read once), of at most ``own.vocabulary_size`` words, special
+    ones included. "<eos>" and the like inside a text are split like any other text. Each text begins with <bos>."""
     from tokenizers import models, trainers
 
     tokenizer = _splitting_tokenizer(models.WordLevel(unk_token=UNKNOWN), own.lowercase)
@@ -35,8 +32,7 @@ def word_tokenizer(texts: Iterable[list[str]], own: WordSettings) -> PreTrainedT
 
 
 def tokenizer_of(words: Sequence[str], own: WordSettings) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with the given vocabulary, ordered by id and with special words first as in
-    ``word_tokenizer``."""
+    """Return a tokenizer of these ``words``, ordered by id, special ones first as in ``word_tokenizer``."""
     from tokenizers import models
 
     vocabulary = {word: number for number, word in enumerate(words)}
