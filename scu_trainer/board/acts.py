@@ -33,7 +33,6 @@ class RunActions:
     # Needed because the locks of runs exclude other processes, but not other threads of this process.
 
     def choices(self) -> list[str]:
-        """Return the configuration files to choose from."""
         paths = [
             path for place in self.configurations for path in (sorted(_files(place)) if place.is_dir() else [place])
         ]

@@ -25,7 +25,7 @@ SIGNS = ("run.json", f"{FOLDER}/start.json", f"{FOLDER}/stop")
 
 @dataclass(frozen=True)
 class Choice:
-    """A page of the ``found`` rows that match a filter. ``states``: the runs in each state, whichever is filtered for."""
+    """A page of the ``found`` rows that match a filter. ``states``: how many runs are in each state."""
 
     rows: Sequence[Report]
     found: int

@@ -40,5 +40,4 @@ def _environment() -> Any:
 
 @functools.cache
 def static(name: str) -> bytes:
-    """Return the content of one of STATIC."""
     return _environment().get_template(name).render().encode()

@@ -383,14 +383,12 @@ def _why_capitalized(row: dict) -> Optional[str]:
     prompt, answer = (next((typed[name] for name in names if name in typed), None) for names in usual)
     if prompt is None or answer is None:
         return None
-    problem = (
-        f"has its question and answer in {prompt} and {answer}, but such names are recognized in lower case only; "
-    )
+    reason = f"has its question and answer in {prompt} and {answer}, but such names are recognized in lower case only; "
     beside = [typed[name] for name in (*CONTEXTS, *SYSTEMS) if typed.get(name) not in (None, name, prompt)]
     if not beside:
-        return f"{problem}name them: --prompt_column {prompt} --response_column {answer}"
+        return f"{reason}name them: --prompt_column {prompt} --response_column {answer}"
     renamed = ", ".join(f"{name} to {name.lower()}" for name in (*beside, prompt, answer) if name != name.lower())
-    return f"{problem}{beside[0]} belongs to them and is not read under this name: rename {renamed}"
+    return f"{reason}{beside[0]} belongs to them and is not read under this name: rename {renamed}"
 
 
 def _is_list_of_rows(value: Any) -> bool:

@@ -257,7 +257,6 @@ class _WithPrefix(Mapping[str, numpy.ndarray]):
 
 
 def curriculum_config_of(settings: CurriculumSettings, rows_per_batch: int) -> control.CurriculumConfig:
-    """Return the settings in the form that the planner uses."""
     return control.CurriculumConfig(
         methods=settings.methods,
         rows_per_batch=rows_per_batch,

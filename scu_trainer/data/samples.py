@@ -62,7 +62,6 @@ class SampleStatistics(DropCounts):
         return self.train
 
     def lines(self) -> list[str]:
-        """Return a summary of a few lines."""
         lines = [f"{self.item}s: {self.read:,} read, {self.train:,} for training, {self.eval:,} held out"]
         if self.per_class:
             counts = self.per_class.values()

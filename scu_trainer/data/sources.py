@@ -267,7 +267,6 @@ def _from_text_file(name: str, path: Path, identity: list, text_column: str, wil
 
 
 def _file_identity(path: Path) -> list:
-    """Return the path with the hash of a small file, or with the size and modification time of a large one."""
     state = path.stat()
     if state.st_size <= WHOLE_HASH_BYTES:
         try:
@@ -350,7 +349,6 @@ def _from_loaded(
 
 
 def named_columns(settings: DataSettings) -> tuple[str, ...]:
-    """Return the columns that the settings name."""
     given = (settings.text_column, settings.prompt_column, settings.response_column, settings.system_column)
     return tuple(name for name in (*given, settings.messages_column) if name is not None)
 

@@ -38,7 +38,6 @@ class DropCounts:
         return bool(self.dropped)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields as JSON-like values."""
         return asdict(self)
 
     def lines_of_dropped(self, so_far: str = "") -> list[str]:
@@ -101,7 +100,6 @@ class DataStatistics(DropCounts):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """``rows_dropped``, under the name that ``DropCounts`` uses."""
         return self.rows_dropped
 
     def unknown_role(self, role: str, place: str) -> None:
@@ -119,7 +117,6 @@ class DataStatistics(DropCounts):
         self.role_places = {**other.role_places, **self.role_places}
 
     def lines(self) -> list[str]:
-        """Return a summary of a few lines."""
         so_far = " so far" if self.streaming else ""
         lines = self._lines_of_columns()
         lines += [
@@ -194,7 +191,6 @@ class SourceStatistics:
     token_share: float = 0.0
 
     def line(self, so_far: str) -> str:
-        """Return a line about this source for the summary."""
         asked = "" if self.asked_share is None else f"{self.asked_share:.2%} asked, "
         if not self.rows:  # streaming, before the first row
             return f"source {self.name}: {asked}no row{so_far}, {count_text(self.eval_documents, 'document')} held out"

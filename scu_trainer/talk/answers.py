@@ -69,7 +69,6 @@ class AnswerSettings:
         return config
 
     def in_words(self, talker: Talker) -> str:
-        """Say how tokens are chosen."""
         config = self.config(talker)
         if not config.do_sample:
             return "greedy: each token is the most likely one (--temperature 0.7 draws)"

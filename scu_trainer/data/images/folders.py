@@ -107,7 +107,6 @@ def _splits(folder: Path) -> dict[str, Path]:
 
 
 def _has_rows(folder: Path) -> bool:
-    """Whether the folder has class folders inside, or a metadata file."""
     return _has_folders(folder) or _metadata(folder) is not None
 
 

@@ -64,7 +64,6 @@ class DecodingStatistics(DropCounts):
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def count_image(self, size: tuple[int, int], mode: str, is_first: bool) -> None:
-        """Count one decoded image, described as in ``Pixels``."""
         self.count += 1
         self.several += is_first
         self.modes[mode] += 1

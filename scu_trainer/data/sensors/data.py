@@ -151,9 +151,7 @@ def _split(source: SensorSource, data: DataSettings, seed: int) -> tuple[Recordi
         held_out = random_subset(numpy.flatnonzero(is_marked), data.max_eval_documents, seed)
     else:
         share = data.validation_split_percentage / 100
-        held_out = random_subset(
-            _share_of_each_class(offered.labels, numbers, share, seed), data.max_eval_documents, seed
-        )
+        held_out = random_subset(_share_per_class(offered.labels, numbers, share, seed), data.max_eval_documents, seed)
     return source.recordings(numpy.setdiff1d(numbers, held_out)), source.recordings(held_out)
 
 
@@ -188,7 +186,7 @@ def _eval_recordings(source: SensorSource, data: DataSettings, own: SensorSettin
     return other.recordings(random_subset(numpy.arange(len(other.offered.keys)), data.max_eval_documents, 0))
 
 
-def _share_of_each_class(labels: numpy.ndarray, numbers: numpy.ndarray, share: float, seed: int) -> numpy.ndarray:
+def _share_per_class(labels: numpy.ndarray, numbers: numpy.ndarray, share: float, seed: int) -> numpy.ndarray:
     """Draw a share of each class from ``numbers``, at least one of a class with two or more. Returns them ascending."""
     rng, chosen = numpy.random.default_rng(seed), [numbers[:0]]
     for label in numpy.unique(labels[numbers]):

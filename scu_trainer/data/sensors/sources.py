@@ -158,9 +158,7 @@ def folder_source(
     labels, entries = _label_entries(entries, names, rejections)
     wanted = array_names(own.branches)
     seen = SharedShapes(dict(shapes or {}), dict.fromkeys(shapes or {}, "the training data"))
-    content = [
-        [*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stat_of(entry)] for entry in entries
-    ]
+    content = [[*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stamp(entry)] for entry in entries]
     key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), statistics.as_dict(), content)
     folder = _build_cache(cache_dir, key, wanted, statistics, lambda: _check(entries, labels, wanted, seen, rejections))
     splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
@@ -176,7 +174,7 @@ def random_subset(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> nu
     return numpy.sort(numpy.random.default_rng(seed).permutation(numbers)[:limit])
 
 
-def _stat_of(entry: Entry) -> list[int]:
+def _stamp(entry: Entry) -> list[int]:
     """Return values that change with the file. A missing file is reported when it is read."""
     return [entry.file.stat().st_size, entry.file.stat().st_mtime_ns] if entry.file.is_file() else []
 
@@ -257,8 +255,6 @@ def _build_cache(
     statistics: SampleStatistics,
     find: Callable[[], Iterator[NumberedSample]],
 ) -> Path:
-    """Return the cache folder of these recordings; if it does not exist, fill it with the samples of ``find()``."""
-
     def build(folder: Path) -> None:
         numbers: list[int] = []
 

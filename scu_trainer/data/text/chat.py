@@ -252,11 +252,7 @@ def _span(render, messages: list[dict], first: int, end: int, eos: str | None) -
     whole, after = render(messages), render(messages[:end])
     if not whole.startswith(after):
         after = _without_end(render, messages[:end], eos)[0]
-    before = (
-        render(messages[:first], add_generation_prompt=True)
-        if first
-        else _text_before_answer(render, messages[:end], eos)
-    )
+    before = render(messages[:first], add_generation_prompt=True) if first else _opening(render, messages[:end], eos)
     if not (after.startswith(before) and whole.startswith(after)):
         raise _not_found()
     return _Span(len(before), len(after))
@@ -362,7 +358,7 @@ def _without_end(render, messages: list[dict], eos: str | None) -> tuple[str, st
     return text if asked.startswith(text) else text.removesuffix(eos or ""), asked
 
 
-def _text_before_answer(render, messages: list[dict], eos: str | None) -> str:
+def _opening(render, messages: list[dict], eos: str | None) -> str:
     """Return the text before the words of a conversation that begins with the assistant. A template cannot render an
     empty conversation, so its generation prompt shows where the words begin."""
     text, asked = _without_end(render, messages, eos)

@@ -95,16 +95,14 @@ def usable_documents(
     statistics.columns_not_used.update(dict.fromkeys(source.columns_not_read, statistics.rows_read))
 
 
-def _usable(
-    results: Iterable[Document | Dropped], skip_bad_rows: bool, statistics: DataStatistics
-) -> Iterator[Document]:
+def _usable(results: Iterable[Document | Dropped], skip_bad: bool, statistics: DataStatistics) -> Iterator[Document]:
     """Yield the documents, and count all rows. Raises DataError at an unreadable row that must not be skipped."""
     for result in results:
         statistics.rows_read += 1
         if isinstance(result, Document):
             _count_reading(result, result.read, statistics)
             yield result
-        elif result.reason == UNREADABLE and not skip_bad_rows:
+        elif result.reason == UNREADABLE and not skip_bad:
             raise DataError(f"{result.example}. Repair the row, or count and skip such rows with --skip_bad_rows true")
         else:
             statistics.drop(result.reason, result.example)

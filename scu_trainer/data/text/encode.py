@@ -161,7 +161,6 @@ class Encoder:
         return document
 
     def _learned_part(self, content: Chat) -> str:
-        """Return ``learn`` for ``encode_chat``."""
         if content.is_pair:
             return "assistant" if self.completion_only_loss else "all"
         if content.prompt_turns is not None:
@@ -194,7 +193,7 @@ class Encoder:
 
 
 def _has_something_to_learn(content: Content) -> bool:
-    """Whether the text, the completion or at least one answer is not empty."""
+    """Whether the text, the completion or an answer is not empty. A conversation may also have no answers at all."""
     if not isinstance(content, Chat):
         return bool((content.text if isinstance(content, Text) else content.completion).strip())
     if content.is_pair:

@@ -52,7 +52,6 @@ class MixturePlan(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """A digest that changes whenever the rows would change."""
         plans = [plan.fingerprint for plan in self.all_plans]
         sources = [(source.name, source.weight) for source in self.sources]
         return digest_of(MIXTURE_VERSION, plans, sources, self.settings.stopping_strategy, self.plans[0].seed)
@@ -68,16 +67,14 @@ def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, 
         plan._replace(held_out=None, settings=replace(plan.settings, validation_split_percentage=0.0)) for plan in plans
     ]
     # Only its held-out rows are used, so its training rows are kept as few as possible.
-    held_out_settings = replace(
+    eval_settings = replace(
         settings,
         dataset=settings.eval_dataset,
         stopping_strategy="first_exhausted",
         dataset_size=settings.max_eval_documents,
     )
     source = held_out_source(settings, cache_dir)
-    held_out = EncodingPlan(
-        held_out_settings, Encoder.of(settings, tokenizer, model_name), source, source, seed, cache_dir
-    )
+    held_out = EncodingPlan(eval_settings, Encoder.of(settings, tokenizer, model_name), source, source, seed, cache_dir)
     return MixturePlan(settings, sources, tuple(plans), held_out)
 
 

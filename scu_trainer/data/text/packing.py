@@ -160,7 +160,6 @@ def held_out_rows(
 
 
 def training_schema(isolate: bool) -> pyarrow.Schema:
-    """Return the Arrow schema of ``training_rows``."""
     import pyarrow
 
     tokens = pyarrow.list_(pyarrow.int32())
@@ -169,7 +168,6 @@ def training_schema(isolate: bool) -> pyarrow.Schema:
 
 
 def held_out_schema() -> pyarrow.Schema:
-    """Return the Arrow schema of ``held_out_rows``."""
     import pyarrow
 
     tokens = pyarrow.list_(pyarrow.int32())

@@ -63,7 +63,6 @@ class EncodingPlan(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """A digest that changes whenever the rows would change."""
         settings = self.settings
         names = ("block_size", "packing", "isolate_documents", "validation_split_percentage", "max_eval_documents")
         rules = {name: getattr(settings, name) for name in (*names, "dataset_size", "streaming")}

@@ -63,7 +63,6 @@ class WordStatistics(DataStatistics):
     per_category: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """Return a summary of a few lines."""
         lines = [
             *super().lines(),
             f"vocabulary: {self.vocabulary:,} words; <unk>: {_share(self.unknown_words, self.words)} of the training "
