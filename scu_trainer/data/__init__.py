@@ -1,5 +1,4 @@
-"""Turn documents from files, the Hub or the Python installation into rows of tokens and held-out rows, with statistics
-of what was read and dropped."""
+"""Prepare documents from files, the Hub or Python itself as training and held-out rows of tokens, with statistics."""
 
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.store import default_cache_dir

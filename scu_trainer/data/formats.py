@@ -273,8 +273,7 @@ def _from_text(row: dict, column: str) -> ReadRow:
 
 
 def _refuse_unusable_columns(row: dict, content: Content) -> None:
-    """Raise BadRow if the row has a column that changes its meaning and is not learned from: a rejected answer, an
-    image, or a mark that the answer is bad."""
+    """Raise BadRow for what changes the meaning but is not learned: a rejected answer, media, a mark as a bad answer."""
     if all(not _is_empty(row.get(name)) for name in PREFERENCES) and not isinstance(content, Text):
         raise BadRow(_PREFERENCE)
     if isinstance(content, Text):

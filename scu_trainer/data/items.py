@@ -27,12 +27,10 @@ class ItemCollator:
     """Collates items into a mapping of tensors with one entry per row. The target is under ``labels``.
 
     Parts of a tuple are named ``PART``, in order; parts of a dict keep their keys. Tensors, arrays, numbers and lists
-    of numbers are stacked as by ``torch.utils.data.default_collate``, except that Python floats become torch's default
-    type.
+    of numbers are stacked as by ``torch.utils.data.default_collate``, but Python floats become torch's default type.
 
     Args:
-        targets: place of the target; None: the last part of a tuple with two or more, ``labels`` or ``label`` of a
-            dict.
+        targets: place of the target; None: last in a tuple of two or more, ``labels`` or ``label`` of a dict.
         inputs: places of the module's inputs, in its order; None: the rest of a tuple; of a dict, the keys in
             ``parameters``, or the only other key.
         parameters: names of the parameters of the module's forward; None: any.

@@ -89,8 +89,7 @@ TOO_DEEP = f"lists and objects are nested deeper than {DEEPEST_ROW} levels"
 
 
 def _object_record(place: str, value, text: bytes) -> Record:
-    """``text``: the bytes that the row was parsed from, or more, which show cheaply that most rows need no closer
-    check."""
+    """``text``: the bytes that the row was parsed from, or more; they show cheaply if it needs no closer check."""
     if not isinstance(value, dict):
         return Record(place, None, f"holds {type(value).__name__}, not an object with named columns")
     if text.count(b"[") + text.count(b"{") > DEEPEST_ROW and _is_too_deep(value):

@@ -25,8 +25,8 @@ class Numbered(torch.utils.data.Dataset):
 
     Random numbers drawn while a batch is read depend only on ``seed``, ``epoch`` and the batch, not on what was read
     before: loaders read ahead and a resumed run has new workers, so the state of their generators means nothing. The
-    generators of the process are restored.
-    ``is_shared``: persistent workers see the epoch change. Raises DataError if there is no shared memory for it.
+    generators of the process are restored. ``is_shared``: persistent workers see the epoch change. Raises DataError if
+    there is no shared memory for it.
     """
 
     def __init__(self, rows: Any, seed: int = 0, is_shared: bool = True) -> None:
@@ -101,8 +101,7 @@ class NumberedCollator:
 
 
 def lengths_of(rows: Any, length_column: str = "length") -> numpy.ndarray:
-    """Return the number of tokens of every row, int32 of shape (rows,): the length column, else the length of
-    ``input_ids``, else 1 (images)."""
+    """The tokens of every row, int32 of shape (rows,): the length column, else of ``input_ids``, else 1 (images)."""
     if len(rows) == 0:
         return numpy.zeros(0, dtype=numpy.int32)
     columns = getattr(rows, "column_names", None)

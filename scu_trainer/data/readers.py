@@ -48,8 +48,7 @@ def require_kind(path: Path) -> str:
 
 def read_file(path: Path, text_column: str, *columns: str) -> Iterator[Record]:
     """Yield the records of one file, by its suffix. A .txt file is one record with the column ``text_column``.
-    ``columns``: other columns that the caller needs. Raises DataError for a file that cannot be read or has an unknown
-    suffix."""
+    ``columns``: others that are needed. Raises DataError for an unknown suffix and a file that cannot be read."""
     kind = require_kind(path)
     if kind == ".txt":
         yield Record(shown_name(path), {text_column: "".join(_text_lines(path))})

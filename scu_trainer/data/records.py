@@ -85,12 +85,9 @@ class Pair(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A conversation. With ``assistant_only_loss`` only the assistant's turns are learned.
-
-    ``prompt_turns`` is set if the row was a prompt and a completion made of messages: with ``completion_only_loss``
-    only the turns after the first ``prompt_turns`` are learned. ``is_pair``: the row was a question and its answer, for
-    which ``completion_only_loss`` decides too.
-    """
+    """A conversation. With ``assistant_only_loss`` only the assistant's turns are learned. If the row was a prompt and
+    a completion made of messages, ``completion_only_loss`` decides instead, and turns after the first ``prompt_turns``
+    are learned. It also decides for a question and its answer (``is_pair``)."""
 
     messages: list[dict]
     tools: Optional[list] = None

@@ -40,8 +40,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
     ``fewest_rows`` or more. ``epochs``: of the whole run; may be set later, as the first epoch is planned without it.
     ``difficulty``: what is known about every sample. ``availability``: free share of memory, for the next plan.
     ``costs``: memory of every sample in any unit; by default its length. ``content``: a checksum of the data, or None;
-    a checkpoint with another checksum is refused.
-    Raises DataError for an empty dataset.
+    a checkpoint with another checksum is refused. Raises DataError for an empty dataset.
     """
 
     def __init__(

@@ -78,10 +78,8 @@ class SampleStatistics(DropCounts):
 @dataclass(frozen=True)
 class PreparedSamples:
     """``train``, ``eval``: map-style datasets of rows with ``labels``; ``eval`` is None if nothing is held out.
-
     ``label_names``: names by label, from 0. ``fingerprint`` changes with data or settings. ``report_words``: if rows of
-    recordings have ``report_ids``, the word of each id.
-    """
+    recordings have ``report_ids``, the word of each id."""
 
     train: Any
     eval: Optional[Any]

@@ -71,10 +71,8 @@ def notes_of(source: Source, held_out: Optional[Source]) -> tuple[str, ...]:
 
 
 def training_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
-    """Return the source of ``settings.dataset``, with its own held-out split if it has one.
-
-    ``columns``: columns to read besides those of the formats. The datasets library is asked for no others.
-    """
+    """Return the source of ``settings.dataset``, with its own held-out split if it has one. ``columns``: to be read
+    beyond those of the formats; the datasets library is asked for no others."""
     wanted = (settings.dataset_split,)
     will_split = settings.eval_dataset is None and settings.validation_split_percentage > 0
     return _resolve(settings.dataset, wanted, settings, cache_dir, will_split, columns)

@@ -35,8 +35,7 @@ def digest_of(*parts) -> str:
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """Return ``folder``, which ``build(new_folder)`` fills if it does not exist. Raises StorageError if it cannot be
-    written."""
+    """Return ``folder``, made by ``build(new_folder)`` if missing. Raises StorageError if it cannot be written."""
     from filelock import FileLock
 
     if folder.exists():

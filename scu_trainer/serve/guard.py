@@ -1,5 +1,4 @@
-"""Access control: who may send requests, and to which paths. It is the outermost ASGI layer: no other code sees a
-refused request."""
+"""The outermost ASGI layer: who may send requests, and to which paths. No other code sees a refused request."""
 
 from __future__ import annotations
 

@@ -162,8 +162,7 @@ def _positions_left(talker: Talker, prompt_tokens: int) -> Optional[int]:
 
 
 def _merged_settings(before: AnswerSettings, numbers: Mapping[str, Any]) -> AnswerSettings:
-    """Add the ``numbers`` of a request. In OpenAI's API, temperature 0 means no sampling. Raises SettingsError,
-    BadRequest."""
+    """Temperature 0 means no sampling, as in OpenAI's API. Raises SettingsError, BadRequest."""
     own = {name: numbers[name] for name in ("temperature", "top_p", "top_k", "repetition_penalty") if name in numbers}
     lengths = {numbers[name] for name in ("max_tokens", "max_completion_tokens") if name in numbers}
     if len(lengths) > 1:

@@ -110,8 +110,7 @@ def _refuse_columns(name: str, own: ImageSettings) -> None:
 
 
 def natural_size(source: ImageSource) -> int:
-    """Return the shorter side, in pixels, of the first image that can be read. Raises DataError if the first
-    IMAGES_TO_LOOK_AT cannot."""
+    """Return the shorter side in pixels of the first image of IMAGES_TO_LOOK_AT that can be read. Raises DataError."""
     for record in source.read(range(min(IMAGES_TO_LOOK_AT, len(source.labels)))):
         try:
             return min(open_image(record.content).size)
@@ -123,11 +122,8 @@ def natural_size(source: ImageSource) -> int:
 def prepare_images(
     source: ImageSource, kind: PixelFormat, data: DataSettings, *, seed: int, cache_dir: Path
 ) -> PreparedSamples:
-    """Return training and held-out images of one size, from the cache if nothing changed.
-
-    Raises DataError at the first image that cannot be used unless ``skip_bad_rows`` is set, and StorageError if
-    ``cache_dir`` cannot be written.
-    """
+    """Return training and held-out images of one size, from the cache if nothing changed. Raises DataError at the first
+    image that cannot be used unless ``skip_bad_rows`` is set, and StorageError if ``cache_dir`` cannot be written."""
     chosen = evenly_by_class(source.labels, data.dataset_size, CAP_SEED)
     stored = stored_images(source, chosen, kind, cache_dir, data.skip_bad_rows)
     statistics = SampleStatistics(item="image", notes=[*notes_of(source, source.held_out)])
@@ -174,8 +170,7 @@ def _numbers_of_known_classes(
     skip_bad_rows: bool,
     statistics: SampleStatistics,
 ) -> numpy.ndarray:
-    """Return the numbers of the held-out images of classes that training images have. Drops others, or raises
-    DataError without ``skip_bad_rows``."""
+    """Held-out images of classes without training images are dropped or, without ``skip_bad_rows``, a DataError."""
     is_known = numpy.isin(held_out.labels, labels)
     for number in numpy.flatnonzero(~is_known):
         record = next(iter(source.held_out.read([int(held_out.numbers[number])])))

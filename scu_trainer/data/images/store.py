@@ -236,8 +236,7 @@ def _digest(pixels: numpy.ndarray) -> int:
 
 
 def _usable(decoded: Iterable[Pixels], skip_bad_rows: bool, about: DecodingStatistics) -> Iterator[Optional[Pixels]]:
-    """Yield each image, or None for one that is dropped and counted. Raises DataError instead of dropping one if
-    ``skip_bad_rows`` is not set."""
+    """Yield each image, or None for one that is dropped. Without ``skip_bad_rows``, raises DataError for it instead."""
     for image in decoded:
         about.read += 1
         if image.bad is None:

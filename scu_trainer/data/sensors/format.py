@@ -104,8 +104,7 @@ class Recording:
 
 
 UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError)
-"""Errors of a damaged file. RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: for
-an absurd shape."""
+"""RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: for an absurd shape."""
 
 
 def array_names(branches: Sequence[str]) -> list[str]:
@@ -152,8 +151,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
 
 
 def _require_numpy(file: BinaryIO) -> None:
-    """Raise BadSample for another kind of file, such as a table: numpy would take it for a pickle and advise to load
-    it."""
+    """Raise BadSample for another kind of file (a table), which numpy takes for a pickle and advises to load."""
     if not file.read(len(NPY)).startswith((ZIP, NPY)):
         raise BadSample(
             "unreadable file", f"not a readable .npz but a file of another kind; give named arrays, {FORMAT_HINT}"

@@ -61,8 +61,7 @@ class OfferedRecordings:
 
 @dataclass(frozen=True)
 class SensorSource:
-    """Checked recordings. ``label_names``: by label. ``numbers``: index in ``offered`` of each recording in ``store``,
-    ascending."""
+    """``label_names``: by label. ``numbers``: index in ``offered`` of each recording in ``store``, ascending."""
 
     name: str
     store: Store
@@ -137,11 +136,9 @@ def folder_source(
     known: Optional[Sequence[str]] = None,
     shapes: Optional[Mapping[str, tuple[int, ...]]] = None,
 ) -> SensorSource:
-    """Return the recordings of the folder ``name``, in the format of ``format.py``.
-
-    ``limit``: use only so many, chosen at random. ``known``: classes of a trained model. ``shapes``: shapes of the
-    training data. Raises DataError at the first bad recording, unless ``skip_bad_rows`` is set.
-    """
+    """Return the recordings of the folder ``name``, in the format of ``format.py``. ``limit``: use only so many, chosen
+    at random. ``known``: classes of a trained model. ``shapes``: those of the training data. Raises DataError at the
+    first bad recording, unless ``skip_bad_rows`` is set."""
     root = Path(name).expanduser()
     if not root.is_dir():
         problem = "is a file" if root.is_file() else "is not a folder here"

@@ -1,5 +1,4 @@
-"""Split the text to retain by documents: one part is measured during training, one may be replayed, and one stays
-unseen until the final verdict."""
+"""Split the text to retain by documents: measured during training, replayed, and unseen until the final verdict."""
 
 from __future__ import annotations
 

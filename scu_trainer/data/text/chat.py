@@ -88,8 +88,7 @@ def chat_template_of(tokenizer, model_name: str) -> str:
 
 
 class Encoded(NamedTuple):
-    """Token ids, whether each is learned, and the rendered text. ``left_out`` tells the user which words the template
-    leaves out around learned answers."""
+    """Token ids, whether each is learned, the rendered text, and, in words, what it lacks around learned answers."""
 
     ids: list[int]
     learned: list[bool]
@@ -179,8 +178,7 @@ def _with_json_calls(message: dict) -> dict:
 
 
 def keys_left_out(tokenizer, chat: Chat, text: str) -> tuple[str, ...]:
-    """Return the keys of messages beyond READ_KEYS (name, id, thought, ...) without which the template renders ``text``
-    too."""
+    """Return the keys of messages that the template ignores (name, id, thought, ...), but for those of READ_KEYS."""
     render = _renderer(tokenizer, chat)
 
     def changes_nothing(key: str) -> bool:

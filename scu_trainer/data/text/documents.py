@@ -81,10 +81,8 @@ def tokenized_documents(
 def usable_documents(
     source: Source, encoder: Encoder, limit: int | None, processes: int, statistics: DataStatistics
 ) -> Iterator[Document]:
-    """Yield documents in the order of the source, and count the rows read and dropped in ``statistics``.
-
-    Raises DataError at the first unreadable row unless ``skip_bad_rows`` is set, and for a source without rows.
-    """
+    """Yield documents in the order of the source, and count the rows read and dropped in ``statistics``. Raises
+    DataError at the first unreadable row unless ``skip_bad_rows`` is set, and for a source without rows."""
     from tqdm.auto import tqdm
 
     results = encode_records(source.read(), encoder, processes)

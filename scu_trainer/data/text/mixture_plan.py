@@ -135,8 +135,7 @@ def prepared_mixture(
     held_out_rows: Sequence[datasets.Dataset],
     held_out: Optional[PreparedData],
 ) -> PreparedData:
-    """``held_out_rows``: those of the sources, renumbered for the mixture. ``held_out``: the eval_dataset, prepared,
-    which replaces them."""
+    """``held_out_rows``: of the sources, renumbered. ``held_out``: of the eval_dataset, which replaces them."""
     import datasets
 
     if held_out is not None:

@@ -24,10 +24,8 @@ from scu_trainer.data.text.stream import TrainingStream
 
 class MixtureStream:
     """Each call reads all sources from the start: with the given shares, or in sequence if they have no weights.
-
     ``statistics`` describe the latest pass in this process. If a source is read several times in a pass, its read and
-    dropped rows count only the first time; the training rows it yields count each time.
-    """
+    dropped rows count only the first time; the training rows it yields count each time."""
 
     def __init__(
         self,

@@ -99,9 +99,8 @@ def _learnable(rows: Iterable[Row], statistics: DataStatistics) -> Iterator[Row]
 
 
 class _CutCounter:
-    """Counts documents that do not fit into one row, and, once each, documents with tokens that are not learned, such
-    as conversations, that continue in another row: the answer is separated from its question there. With packing, this
-    happens to short documents too."""
+    """Counts documents that do not fit into one row and, once each, conversations and other documents with tokens that
+    are not learned, if an answer continues in a row without its question. With packing, short ones may do so too."""
 
     def __init__(self, statistics: DataStatistics) -> None:
         self._statistics = statistics

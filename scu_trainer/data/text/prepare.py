@@ -46,10 +46,8 @@ WHOLE = 2**31 - 1
 
 
 def prepare_plan(plan: EncodingPlan) -> PreparedData:
-    """Return the training rows and held-out rows of one source, from the cache if nothing changed.
-
-    Raises DataError if there is nothing to learn from, StorageError if ``cache_dir`` cannot be written.
-    """
+    """Return the training rows and held-out rows of one source, from the cache if nothing changed. Raises DataError if
+    there is nothing to learn from, StorageError if ``cache_dir`` cannot be written."""
     if plan.settings.streaming:
         return prepare_stream(plan)
     folder = build_once(plan.cache_dir / "tokenized" / plan.fingerprint, lambda new: _write(new, plan))
@@ -87,8 +85,8 @@ def _template_notes(tokenizer, template: str) -> Iterator[str]:
     if end := unstable_prompt_end(tokenizer):
         yield (
             f"chat_template {template}: this tokenizer makes different tokens of {end!r} at the end of a prompt than "
-            "before an answer, so the prompt at inference differs from the one in training; give a template with a "
-            "prompt that ends in a marker or a single line break, such as chatml"
+            "before an answer, so the prompt at inference differs from the one in training; give a template whose "
+            "prompt ends in a marker or a single line break, such as chatml"
         )
 
 
@@ -113,10 +111,8 @@ def both_sides(
     plan: EncodingPlan, read: Callable[[Source, int | None], Documents], statistics: DataStatistics
 ) -> tuple[Documents, numpy.ndarray, Documents, numpy.ndarray]:
     """Return (training documents, their order, held-out documents, their order), and count them in ``statistics``.
-
     ``read(source, limit)``: returns documents with a length and ``digests``. ``plan``: only its settings, source,
-    held_out and seed are used.
-    """
+    held_out and seed are used."""
     documents = eval_source = read(plan.source, plan.settings.dataset_size)
     train_order, eval_order = split(len(documents), plan, statistics)
     if plan.held_out:

@@ -82,8 +82,7 @@ class EvenChoice:
 def mix_by_shares(
     shares: Sequence[Fraction], start: Callable[[int], Iterator[Row]], stopping_strategy: str
 ) -> Iterator[tuple[int, Row]]:
-    """Yield (source, row) so that every prefix has the requested shares. ``start(source)`` returns an iterator over its
-    rows from the first one.
+    """Yield (source, row) so that every prefix has the requested shares. ``start(source)``: iterates over its rows.
 
     first_exhausted: stop when the next row must come from a source that has no more rows. all_exhausted: such a source
     starts over, until every source has reached its end.
