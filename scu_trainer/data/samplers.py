@@ -77,7 +77,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
 
     def __iter__(self) -> Iterator[list[int]]:
         for batch in range(self.rank, self._plan.micro_batches, self.world):
-            yield self._plan.batches[batch].tolist()  # read late, because ``follow`` may have replaced the plan
+            yield self._plan.batches[batch].tolist()  # ``replan_rest`` may have replaced the plan by now
 
     def set_epoch(self, epoch: int) -> None:
         self.plan(epoch)

@@ -71,7 +71,7 @@ CURRENT_PROMPT: ContextVar[RequestedPrompt] = ContextVar("asked")
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Checks and translates requests. ``name``: of the model, in requests. ``settings``: unless a request sets them."""
+    """Checks and translates requests. ``name``: of the model in requests. ``settings``: if a request sets no others."""
 
     talker: Talker
     name: str

@@ -122,7 +122,7 @@ class Answering:
         raise Unavailable("the answer does not fit in memory; shorten the prompt, or lower max_tokens")
 
     def _check_canceled(self, *_: Any, **__: Any) -> bool:
-        """Raise Unavailable if the server shuts down or the client has disconnected. A stopping criterion, too."""
+        """A stopping criterion that raises Unavailable if the server shuts down or the client has disconnected."""
         if self._ends.is_set():
             raise Unavailable("the server is shutting down")
         if self._gone.is_set():

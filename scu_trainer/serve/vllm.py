@@ -19,8 +19,8 @@ def command(
     trust_remote_code: bool,
     allow_pickle: bool,
 ) -> list[str]:
-    """``answers``: the fields of AnswerSettings; None: as in the model's generation config. The key is not an argument,
-    which other users could see in the list of processes, but is passed in the environment variable KEY_VARIABLE."""
+    """``answers``: the fields of AnswerSettings; None: as in the model's generation config. The key is not among the
+    arguments, which other users can see; it is passed in the environment variable KEY_VARIABLE."""
     words = ["vllm", "serve", model, "--served-model-name", name, "--host", host, "--port", str(port)]
     words += ["--dtype", dtype, "--seed", str(answers["seed"]), "--allowed-origins", "[]"]
     words += ["--override-generation-config", json.dumps(_override(answers))]

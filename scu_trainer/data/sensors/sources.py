@@ -165,7 +165,7 @@ def folder_source(
 
 
 def random_subset(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
-    """Draw ``limit`` of ``numbers``, ascending. The first rows of a manifest would not do: all may have one class."""
+    """Draw ``limit`` of ``numbers`` at random, ascending: the first rows of a manifest may all be of one class."""
     if limit is None or limit >= len(numbers):
         return numbers
     return numpy.sort(numpy.random.default_rng(seed).permutation(numbers)[:limit])
