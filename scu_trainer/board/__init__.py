@@ -1,2 +1,1 @@
-"""The board: web pages that show runs and start, stop and resume them, by means of ``scu_trainer.runs`` and
-``scu_trainer.report``."""
+"""The board: web pages that show runs, and start, stop and resume them, through scu_trainer.runs and .report."""

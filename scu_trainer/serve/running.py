@@ -10,7 +10,7 @@ from typing import Any
 import uvicorn
 
 GRACE_S = 2
-"""Seconds for running answers to finish after a signal."""
+"""Seconds that responses in progress have to end after a signal."""
 
 
 class _Server(uvicorn.Server):

@@ -44,11 +44,9 @@ def find_images(
     order: Sequence[str] = (),
 ) -> ImageSource:
     """Return the source of ``data.dataset``. Its ``held_out`` is the ``eval_dataset``, or a split of the dataset.
-
-    ``classes``: the classes of a trained model that is evaluated; the data may lack some of them. ``order``: the
-    classes of a model that is trained further; they keep their numbers if the data have the same classes. Raises
-    DataError if the dataset, its split, its columns or its classes cannot be found.
-    """
+    ``classes``: those of a trained model that is evaluated; the data may lack some of them. ``order``: those of a model
+    that is trained further; they keep their numbers if the data have the same classes. Raises DataError if the dataset,
+    its split, its columns or its classes cannot be found."""
     if not classes and data.eval_dataset is None:
         _refuse_columns(data.dataset, own)
     source = _find_source(data.dataset, (data.dataset_split,), data, own, cache_dir, ())

@@ -133,8 +133,7 @@ def _image_from_array(pixels: numpy.ndarray) -> PIL.Image.Image:
 
 
 def in_channels(image: PIL.Image.Image, channels: int) -> PIL.Image.Image:
-    """Convert an image to gray or RGB, without transparency, as image processors do. Raises BadSample for pixels of
-    more than 8 bits per channel."""
+    """Convert to gray or RGB, without transparency, as image processors do. Raises BadSample for more than 8 bits."""
     if image.mode not in CONVERTIBLE:
         raise BadSample(
             UNUSABLE_CHANNELS, f"its pixels are of type {image.mode!r}, more than 8 bits each; save it with 8 bits"

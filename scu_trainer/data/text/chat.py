@@ -105,12 +105,9 @@ class _Span(NamedTuple):
 
 
 def encode_chat(tokenizer, template: str, chat: Chat, learn: str) -> Encoded:
-    """Tokenize a conversation and mark the tokens that are learned.
-
-    ``learn`` is "all", "assistant" (the assistant's answers with their end-of-turn markers) or "completion" (all turns
-    after the prompt; only the answers among them if one has a weight of 0). Raises BadRow if the template refuses the
-    conversation, or if the learned tokens cannot be found.
-    """
+    """``learn`` is "all", "assistant" (the assistant's answers with their end-of-turn markers) or "completion" (all
+    turns after the prompt; only the answers among them if one has a weight of 0). Raises BadRow if the template refuses
+    the conversation or the learned tokens cannot be found, DataError if these need a fast tokenizer."""
     render = _renderer(tokenizer, chat)
     text = render(chat.messages)
     if learn == "all":

@@ -21,11 +21,9 @@ MOST_ROWS = 2**28
 
 
 def rows_per_epoch(rows: Sequence[int], shares: Sequence[Fraction], stopping_strategy: str) -> list[int]:
-    """Return how many rows of each source an epoch has, so that each share is exact to within one row.
-
-    rows: number of rows of each source, all positive. first_exhausted: the longest epoch that repeats no row.
-    all_exhausted: the shortest epoch that has every row. Raises DataError if an epoch would have more than MOST_ROWS.
-    """
+    """Return how many rows of each source an epoch has, so that each share is exact to within one row. rows: of each
+    source, all positive. first_exhausted: the longest epoch that repeats no row. all_exhausted: the shortest epoch that
+    has every row. Raises DataError if an epoch would have more than MOST_ROWS."""
     lengths = [Fraction(count) / share for count, share in zip(rows, shares, strict=True)]
     total = math.floor(min(lengths)) if stopping_strategy == "first_exhausted" else math.ceil(max(lengths))
     if total > MOST_ROWS:

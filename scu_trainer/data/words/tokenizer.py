@@ -1,5 +1,4 @@
-"""Word tokenizers: text is split at white space and around each punctuation mark, and the vocabulary is the most
-frequent words of the training texts."""
+"""Word tokenizers: text is split at white space and punctuation; known are the most frequent words of training."""
 
 from __future__ import annotations
 
