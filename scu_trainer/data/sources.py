@@ -71,8 +71,8 @@ def notes_of(source: Source, held_out: Optional[Source]) -> tuple[str, ...]:
 
 
 def training_source(settings: DataSettings, cache_dir: Path, columns: tuple[str, ...] = ()) -> Source:
-    """Return the source of ``settings.dataset``, with its own held-out split if it has one. ``columns``: to be read
-    beyond those of the formats; the datasets library is asked for no others."""
+    """Return the source of ``settings.dataset``, with its own held-out split if it has one. ``columns``: columns to
+    read besides those of the formats; the datasets library is asked for no others."""
     wanted = (settings.dataset_split,)
     will_split = settings.eval_dataset is None and settings.validation_split_percentage > 0
     return _resolve(settings.dataset, wanted, settings, cache_dir, will_split, columns)
@@ -323,7 +323,8 @@ def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Pat
         return datasets.load_dataset(
             name, config, split=part, streaming=settings.streaming, cache_dir=str(cache_dir / "datasets")
         )
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # RuntimeError: the dataset has a script, which the library does not run.
         raise DataError(
             f"dataset {name!r} is not an embedded name "
             f"({', '.join(EMBEDDED_DATASETS)}){did_you_mean(name, EMBEDDED_DATASETS)}, not a file or folder here, "

@@ -108,7 +108,7 @@ def _refuse_columns(name: str, own: ImageSettings) -> None:
 
 
 def natural_size(source: ImageSource) -> int:
-    """Return the shorter side in pixels of the first image of IMAGES_TO_LOOK_AT that can be read. Raises DataError."""
+    """Return the shorter side in pixels of the first readable image. Raises DataError after IMAGES_TO_LOOK_AT others."""
     for record in source.read(range(min(IMAGES_TO_LOOK_AT, len(source.labels)))):
         try:
             return min(open_image(record.content).size)
@@ -168,7 +168,7 @@ def _numbers_of_known_classes(
     skip_bad_rows: bool,
     statistics: SampleStatistics,
 ) -> numpy.ndarray:
-    """Held-out images of classes without training images are dropped or, without ``skip_bad_rows``, a DataError."""
+    """Drop held-out images of classes without training images; without ``skip_bad_rows``, raise DataError instead."""
     is_known = numpy.isin(held_out.labels, labels)
     for number in numpy.flatnonzero(~is_known):
         record = next(iter(source.held_out.read([int(held_out.numbers[number])])))

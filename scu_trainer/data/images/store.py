@@ -127,7 +127,7 @@ class StoredImages:
 
 class ImageRows(torch.utils.data.Dataset):
     """Rows ``{"pixel_values": uint8 (channels, height, width), "labels": int}``, in the order of ``numbers``. Each
-    worker process maps the file in ``folder``, of the cache, itself, so that pixels are not pickled."""
+    worker process maps the file in the cache folder itself, so that pixels are not pickled."""
 
     def __init__(
         self, folder: Path, shape: tuple[int, int, int], labels: numpy.ndarray, numbers: numpy.ndarray

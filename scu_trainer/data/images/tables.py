@@ -68,7 +68,8 @@ def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     part = split if "[" in split else None  # a slice; None loads all splits, held-out ones too
     try:
         return datasets.load_dataset(HUB_IDS.get(name, name), config, split=part, cache_dir=str(cache_dir / "datasets"))
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:  # RuntimeError: a script
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        # RuntimeError: the dataset has a script, which the library does not run.
         known = (*EMBEDDED_IMAGES, *HUB_IDS)
         is_known = name in (*HUB_IDS, *HUB_IDS.values())
         other = (

@@ -44,8 +44,6 @@ class LabelledText(NamedTuple):
 
 
 class Texts(StoredDocuments):
-    """Stored texts with their categories."""
-
     def category_counts(self, numbers: numpy.ndarray) -> dict[Optional[str], int]:
         """Return the number of texts of each category, among the texts with these numbers."""
         categories = self._rows.select_columns("category")[:]["category"].take(numbers)
