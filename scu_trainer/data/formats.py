@@ -273,7 +273,7 @@ def _from_text(row: dict, column: str) -> ReadRow:
 
 
 def _refuse_unusable_columns(row: dict, content: Content) -> None:
-    """Raise BadRow for what changes the meaning but is not learned: a rejected answer, media, a mark as a bad answer."""
+    """Raise BadRow for what is not learned but changes the meaning: a rejected answer, media, or a mark as bad."""
     if all(not _is_empty(row.get(name)) for name in PREFERENCES) and not isinstance(content, Text):
         raise BadRow(_PREFERENCE)
     if isinstance(content, Text):

@@ -108,7 +108,7 @@ def _refuse_columns(name: str, own: ImageSettings) -> None:
 
 
 def natural_size(source: ImageSource) -> int:
-    """Return the shorter side in pixels of the first readable image. Raises DataError after IMAGES_TO_LOOK_AT others."""
+    """Return the shorter side, in pixels, of the first readable image. Raises DataError if IMAGES_TO_LOOK_AT fail."""
     for record in source.read(range(min(IMAGES_TO_LOOK_AT, len(source.labels)))):
         try:
             return min(open_image(record.content).size)
