@@ -252,6 +252,17 @@ def test_classes_that_come_later_are_asked_about_a_bounded_number_of_times(monke
     assert asked == 1 + 2
 
 
+def test_rows_of_one_class_settle_the_loss_after_a_few_steps():
+    """Trials undo what they change in the module; how many there were must remain."""
+    model = wrap(net(10), lambda o, y: (o - functional.one_hot(y, 10)).square().mean())
+    batch = {"inputs": X[:4], "labels": torch.tensor([1, 1, 1, 1])}
+    kinds = []
+    for _ in range(wrapped_loss.MOST_SINGLE_CLASS_STEPS):
+        model.find_loss_kind([batch])
+        kinds.append(model.row_loss.kind)
+    assert kinds[-1] == "labels" and not any(kinds[:-1])
+
+
 SUMS = {"module": nn.MSELoss(reduction="sum"), "function": lambda o, y: (o - y).square().sum()}
 
 

@@ -84,7 +84,6 @@ class RowLoss(nn.Module):
         self.loss = loss
         self._findings = _LossFindings()
         self.seen: set[int] = set()
-        self._steps_seen = 0
         self.asks_alone = True
         self._row_method: Callable[[Any, torch.Tensor], torch.Tensor] = self._by_loop
 
@@ -156,7 +155,7 @@ class RowLoss(nn.Module):
         ``outputs``: None if they do not have one entry per row. Raises ModelError if new classes show that the loss
         weights classes, so that the rows trained so far were weighted wrongly.
         """
-        self._steps_seen += 1
+        self._findings.steps += 1
         if outputs is None:
             self._fall_back_to_whole(NO_ROWS)
             return
@@ -203,7 +202,7 @@ class RowLoss(nn.Module):
             self._fall_back_to_whole("the loss of several rows is neither the mean nor the sum of their losses")
             return
         has_one_class = kind == "labels" and len(few_targets.unique()) == 1 and not is_public
-        if kind is None or (has_one_class and self._steps_seen < MOST_SINGLE_CLASS_STEPS):
+        if kind is None or (has_one_class and self._findings.steps < MOST_SINGLE_CLASS_STEPS):
             return  # class weights only show between different classes
         self._findings = _LossFindings(kind, declared if kind == "targets" else None, declared is not None)
         self._remember_classes(few_targets)
@@ -250,7 +249,7 @@ class RowLoss(nn.Module):
             return declared.kind
         if _declared_option(self.loss, "reduction") == "sum":
             return "sum"
-        if self._steps_seen == MOST_SINGLE_CLASS_STEPS and not is_known(self.loss):
+        if self._findings.steps == MOST_SINGLE_CLASS_STEPS and not is_known(self.loss):
             logger.warning("steps of a single row do not show how the loss combines rows: it is assumed to be a mean")
         return None
 
@@ -395,14 +394,15 @@ def _explain_class_errors(outputs: Any, targets: torch.Tensor) -> Iterator[None]
 class _LossFindings:
     """What is known about a loss; unlike numbers among the module's attributes, it is not restored after a trial.
 
-    ``targets``: with kind "targets" only. ``known``: whether the called function shows it. ``checks``: number of steps
-    in which new classes were checked.
+    ``targets``: with kind "targets" only. ``known``: whether the called function shows it. ``steps``: number of
+    trials. ``checks``: number of steps in which new classes were checked.
     """
 
     kind: Optional[str] = None
     targets: Optional[Targets] = None
     known: bool = False
     is_plain: bool = False
+    steps: int = 0
     checks: int = 0
 
 
