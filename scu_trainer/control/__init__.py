@@ -1,2 +1,1 @@
-"""The mathematics of the controllers: pure functions from state and measurement to decision, without torch, clocks or
-files."""
+"""The mathematics of the controllers: state in, decision out. No torch, no clock, no files."""

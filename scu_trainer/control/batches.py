@@ -38,11 +38,8 @@ class Batches:
 
 
 def uniform(ids_in_order: np.ndarray, rows_per_batch: int, fewest_rows: int = 1) -> Batches:
-    """Return micro-batches of ``rows_per_batch`` rows in the given order; the last one may have fewer rows.
-
-    If the last one would have fewer than ``fewest_rows`` rows, it gets rows from the one before. Raises ValueError if
-    there are no rows.
-    """
+    """Return micro-batches of ``rows_per_batch`` rows in the given order; the last one may have fewer rows, but gets
+    some from the one before to have ``fewest_rows``. Raises ValueError if there are no rows."""
     order = _require_rows(ids_in_order)
     ends = np.arange(rows_per_batch, order.size + rows_per_batch, rows_per_batch, dtype=np.int64)
     ends = np.minimum(ends, order.size)
@@ -106,9 +103,9 @@ def _filled_pool(pool: np.ndarray, lengths: np.ndarray, budget_tokens: Optional[
     """Return the rows of one pool, longest first, in as few micro-batches as the budget allows, evenly filled."""
     tokens = np.maximum(1, lengths[pool])
     longest_first = np.argsort(-tokens, kind="stable")
-    batch_in_order = tokens[longest_first].tolist()
-    most = -(-pool.size // rows_per_batch) if budget_tokens is None else len(_ends(batch_in_order, budget_tokens))
-    ends = _even_ends(batch_in_order, most)
+    sorted_tokens = tokens[longest_first].tolist()
+    most = -(-pool.size // rows_per_batch) if budget_tokens is None else len(_ends(sorted_tokens, budget_tokens))
+    ends = _even_ends(sorted_tokens, most)
     return Batches(pool[longest_first], np.array(ends, dtype=np.int64))
 
 
@@ -140,10 +137,8 @@ def _shuffled(batches: Batches, rng: np.random.Generator) -> Batches:
 
 
 def _largest_cut(ends: np.ndarray) -> int | None:
-    """Return where to divide the largest micro-batch in two; None if all have a single row.
-
-    Of several largest ones it is the last, so that the ranks process its two halves in the same round.
-    """
+    """Return where to divide the largest micro-batch in two; None if all have a single row. Of several largest ones it
+    is the last, so that the ranks process its two halves in the same round."""
     sizes = np.diff(ends, prepend=0)
     largest = sizes.size - 1 - int(np.argmax(sizes[::-1]))
     return int(ends[largest] - sizes[largest] // 2) if sizes[largest] > 1 else None

@@ -23,7 +23,7 @@ budget."""
 def largest_share(cost: Callable[[float], float], budget: float) -> float:
     """Return the largest tried share in [0, 1] with ``cost(share) <= budget``; 0 if no tried share keeps the budget.
 
-    Raises ValueError for a budget below 0.
+    Raises ValueError for a budget below 0, which even share 0 would exceed.
     """
     if not budget >= 0:
         raise ValueError(f"the budget is {budget}; it must be 0 or more")

@@ -30,7 +30,7 @@ SMALLEST_SPAN = 1.5
 """The fit needs observations that differ by this factor in tokens, or slope and offset cannot be distinguished."""
 
 WORTH_MEASURING = 2.0
-"""A micro-batch is worth measuring if it is this many times as large as all before, in tokens or rows * length^2."""
+"""A micro-batch is worth measuring if it is this many times the largest so far, in tokens or rows * length^2."""
 
 LARGEST_EXTRAPOLATION = 8.0
 """Predictions reach this many times beyond the largest observation, in tokens and in rows * length^2."""
@@ -63,8 +63,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The fit: ``fixed`` in bytes, ``per_token`` in bytes per padded token, ``per_square`` in bytes per rows *
-    length^2."""
+    """``fixed`` in bytes, ``per_token`` in bytes per padded token, ``per_square`` in bytes per rows * length^2."""
 
     fixed: float
     per_token: float
@@ -111,10 +110,8 @@ class CostModel:
         """Largest relative amount by which a recent observation exceeded its prediction."""
         if self.coefficients is None:
             return 0.0
-        recent = [
-            observation for observation in self.observations[-RECENT:] if observation.tokens >= self._usable[0].tokens
-        ]
-        excess = [observation.bytes / self.coefficients.bytes_of(*observation.shape) - 1.0 for observation in recent]
+        recent = [item for item in self.observations[-RECENT:] if item.tokens >= self._usable[0].tokens]
+        excess = [item.bytes / self.coefficients.bytes_of(*item.shape) - 1.0 for item in recent]
         return min(LARGEST_SHORTFALL, max([0.0, *excess]))
 
     def predict(self, tokens: int, quadratic: int) -> Optional[float]:
@@ -134,10 +131,7 @@ class CostModel:
 
         Coefficients are not negative, so bytes grow no faster than the faster of tokens and rows * length^2.
         """
-        bounds = (
-            observation.bytes * max(1.0, tokens / observation.tokens, quadratic / observation.quadratic)
-            for observation in self._usable
-        )
+        bounds = (item.bytes * max(1.0, tokens / item.tokens, quadratic / item.quadratic) for item in self._usable)
         return min(bounds, default=math.inf)
 
     def largest_tokens(self, budget_bytes: float, length: int, margin: float = 0.08) -> Optional[int]:
@@ -156,11 +150,7 @@ class CostModel:
         return int(min(reach, room_bytes / bytes_per_token)) if bytes_per_token > 0 else int(reach)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "observations": [
-                [observation.tokens, observation.quadratic, observation.bytes] for observation in self.observations
-            ]
-        }
+        return {"observations": [[item.tokens, item.quadratic, item.bytes] for item in self.observations]}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CostModel:
@@ -169,17 +159,17 @@ class CostModel:
     @cached_property
     def _usable(self) -> list[Observation]:
         """Observations that are large enough for the fit, by ascending tokens."""
-        largest = max((observation.tokens for observation in self.observations), default=0)
-        usable = [observation for observation in self.observations if observation.tokens >= SMALLEST_SHARE * largest]
-        return sorted(usable, key=lambda observation: observation.shape)
+        largest = max((item.tokens for item in self.observations), default=0)
+        usable = [item for item in self.observations if item.tokens >= SMALLEST_SHARE * largest]
+        return sorted(usable, key=lambda item: item.shape)
 
     @cached_property
     def _tokens_in_reach(self) -> float:
-        return LARGEST_EXTRAPOLATION * max((observation.tokens for observation in self.observations), default=0)
+        return LARGEST_EXTRAPOLATION * max((item.tokens for item in self.observations), default=0)
 
     @cached_property
     def _quadratic_in_reach(self) -> float:
-        return LARGEST_EXTRAPOLATION * max((observation.quadratic for observation in self.observations), default=0)
+        return LARGEST_EXTRAPOLATION * max((item.quadratic for item in self.observations), default=0)
 
 
 def _most_diverse(observations: list[Observation]) -> list[Observation]:
@@ -193,7 +183,7 @@ def _most_diverse(observations: list[Observation]) -> list[Observation]:
     by_size = sorted(range(len(observations)), key=lambda i: observations[i].shape)
     alike = min(pairwise(by_size), key=lambda pair: _log_distance(observations[pair[0]], observations[pair[1]]))
     dropped = min(alike)
-    return [observation for i, observation in enumerate(observations) if i != dropped]
+    return [item for i, item in enumerate(observations) if i != dropped]
 
 
 def _log_distance(first: Observation, second: Observation) -> float:
@@ -206,9 +196,9 @@ def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) 
     """Fit non-negative coefficients for the given ``columns`` of (1, tokens, quadratic).
 
     If the plain solution has a negative coefficient or the columns are not distinguishable, one column is left out: the
-    one that leaves the smallest squared error.
+    one whose removal gives the smallest squared error.
     """
-    table = np.array([(1.0, *observation.shape, observation.bytes) for observation in observations], dtype=float)
+    table = np.array([(1.0, *item.shape, item.bytes) for item in observations], dtype=float)
     scales = table.max(axis=0)
     scaled, used = table / scales, list(columns)
     solution, _, rank, _ = np.linalg.lstsq(scaled[:, used], scaled[:, 3], rcond=SMALLEST_DIFFERENCE)
@@ -221,10 +211,10 @@ def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) 
 
 
 def _squared_error(fit: Coefficients, observations: Iterable[Observation]) -> float:
-    return sum((fit.bytes_of(*observation.shape) - observation.bytes) ** 2 for observation in observations)
+    return sum((fit.bytes_of(*item.shape) - item.bytes) ** 2 for item in observations)
 
 
 def _relative_error(fit: Coefficients, observations: Sequence[Observation]) -> float:
     """Return the root mean square of the residuals, relative to the mean of the observed bytes."""
-    mean_bytes = sum(observation.bytes for observation in observations) / len(observations)
+    mean_bytes = sum(item.bytes for item in observations) / len(observations)
     return math.sqrt(_squared_error(fit, observations) / len(observations)) / mean_bytes

@@ -60,7 +60,7 @@ class EpochPlan:
     readmitted: np.ndarray
     """Suspects that the epoch includes nevertheless, to renew their scores."""
     repeated: np.ndarray
-    """Rows that occur a second time, because there are fewer rows than needed micro-batches."""
+    """Repeated rows, once per repetition, because there are fewer rows than needed micro-batches."""
     notes: tuple[str, ...]
     """Sentences for the user."""
 
@@ -140,8 +140,7 @@ def remaining_plan(
 ) -> EpochPlan:
     """Return the plan of the rest of an interrupted epoch, for another number of ranks or rows per micro-batch.
 
-    ``done_micro_batches``: how many micro-batches of the ``old`` plan were delivered, over all ranks. Raises ValueError
-    if nothing is left.
+    ``done_micro_batches`` of the ``old`` plan were delivered, over all ranks. Raises ValueError if nothing is left.
     """
     start = int(old.batches.ends[done_micro_batches - 1]) if done_micro_batches else 0
     done, rest = np.split(old.batches.order, [start])
@@ -166,7 +165,7 @@ def reselected_plan(
     """Return ``old`` with the rows after ``done_micro_batches`` (of all ranks) selected again by ``acmds``.
 
     The number of rows and the sizes of the micro-batches stay, so the epoch keeps its length. Returns ``old`` itself if
-    there is nothing to select: with another method, with batches of equal tokens, or if no row was left out.
+    there is nothing to select: with another method, batches of equal tokens or repeated rows, or if no row is left out.
     """
     start = int(old.batches.ends[done_micro_batches - 1]) if done_micro_batches else 0
     rest, left_out = old.batches.order[start:], old.skipped.get("acmds")
@@ -207,8 +206,8 @@ def check_methods(methods: Iterable[str]) -> Optional[str]:
         return f"'none' switches the curriculum off, but {others} is set too; remove one of them"
     if "acmds" in names and "infobatch" in names:
         return (
-            "'acmds' and 'infobatch' both choose samples by difficulty: infobatch gives the samples that it keeps a "
-            "larger weight, which is unbiased only if no other method drops easy ones; keep one of them"
+            "'acmds' and 'infobatch' both choose samples by difficulty: infobatch gives the easy samples that it keeps "
+            "a larger weight, which is unbiased only if no other method drops easy ones; keep one of them"
         )
     return None
 
@@ -251,6 +250,6 @@ def _repeat_notes(epoch: int, rows: int, repeated: int, world: int) -> tuple[str
     if not repeated:
         return ()
     return (
-        f"epoch {epoch}: {rows} rows cannot be divided evenly among {world} ranks; {repeated} of them "
-        f"{'is' if repeated == 1 else 'are'} used twice",
+        f"epoch {epoch}: {rows} rows cannot be divided evenly among {world} ranks; {repeated} repeated "
+        f"{'row fills' if repeated == 1 else 'rows fill'} the gap",
     )

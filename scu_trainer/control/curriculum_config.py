@@ -12,19 +12,17 @@ class CurriculumConfig:
     """Any of token_budget, noise_guard, acmds, infobatch, length_warmup; empty: uniform sampling."""
     rows_per_batch: int
     token_budget: Optional[int] = None
-    """Padded tokens per micro-batch. None: chosen so that there are as many micro-batches as with ``rows_per_batch``
-    rows each."""
+    """Padded tokens per micro-batch. None: the fewest that give no more micro-batches than ``rows_per_batch`` rows."""
     fewest_rows: int = 1
     """Smallest number of rows of a uniform micro-batch, if the epoch has more than one micro-batch."""
     window_epochs: int = 3
-    """acmds: every sample is seen at least once in any this many consecutive epochs."""
+    """acmds: number of consecutive epochs in which every sample is seen at least once."""
     classes: Optional[int] = None
     """noise_guard: number of classes. None: the task is not a classification."""
     guard_max_fraction: float = 0.5
     guard_readmit: float = 0.1
     guard_observations: Optional[int] = None
-    """noise_guard: number of losses of a row that must be known before it can be excluded. None: 3 with classes, else
-    2."""
+    """noise_guard: known losses of a row before it can be excluded. None: 3 with classes, else 2."""
     prune_ratio: float = 0.5
     """infobatch: probability, below 1, that a well-learned row is left out."""
     final_full_fraction: float = 0.125

@@ -148,8 +148,8 @@ class Difficulty:
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Load what ``state_dict`` returned, bit for bit.
 
-        Raises ValueError if an array is missing or has another number of samples. If reading ``state`` from storage
-        fails halfway, some arrays are already replaced.
+        Raises ValueError if an array (other than ``labels``) is missing, or for another number of samples. If reading
+        ``state`` from storage fails halfway, some arrays are already replaced.
         """
         for name in STATE_TYPES:
             if name == "labels" and name not in state:

@@ -116,8 +116,8 @@ class SizerState:
 
 @dataclass(frozen=True)
 class Decision:
-    """The next state. ``reason``: a text for the log, None if and only if the cap stays the same. ``collect``: whether
-    garbage should be collected now."""
+    """``reason``: a text for the log, None if and only if the cap stays the same. ``collect``: whether to collect
+    garbage now."""
 
     state: SizerState
     reason: Optional[str]

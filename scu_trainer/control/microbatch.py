@@ -50,7 +50,7 @@ from typing import Any, Optional
 from scu_trainer.control.memory_values import Decision, MemoryMeasurement, Pressure, SizerConfig, SizerState, pressure
 
 SAFE_SHARE_OF_FAILED = 0.75
-"""After a size ran out of memory, the cap stays below this share of it until more memory is free."""
+"""Largest share of a size that ran out of memory to which the cap grows, as long as ``_blocked_tokens`` applies."""
 
 URGENT_GROWTH = 1.5
 """The cap grows after ``patience_steps`` if it can grow by at least this factor. Smaller growth gains little and its
@@ -222,7 +222,7 @@ def _with_larger_cap(
 
 
 def _cap_and_former(state: SizerState) -> tuple[int, int]:
-    """The cap and the size before it was cut: both are there, or neither."""
+    """Return the cap and the former size, of which either both exist or neither."""
     assert state.cap_tokens is not None and state.former_tokens is not None
     return state.cap_tokens, state.former_tokens
 
@@ -301,10 +301,8 @@ def _with_failure(state: SizerState, tokens: int, room_bytes: int) -> SizerState
 
 
 def _blocked_tokens(config: SizerConfig, state: SizerState, room_bytes: float, fit: Optional[float]) -> Optional[float]:
-    """Return the bound on the cap that follows from the last out-of-memory error; None if it no longer applies.
-
-    ``fit``: the cap according to the cost model.
-    """
+    """Return the bound on the cap after an out-of-memory error; None without one, with more free memory, or once the
+    cost model (``fit``) allows the failed size and ``forget_oom_steps`` have passed."""
     if state.failed_tokens is None or room_bytes > (1.0 + config.deadband) * state.failed_room_bytes:
         return None
     if fit is not None and fit >= state.failed_tokens and state.steps_since_oom >= config.forget_oom_steps:

@@ -65,8 +65,7 @@ def relative_losses(snapshot: Snapshot, classes: int) -> np.ndarray:
 
 
 def chance_losses(labels: np.ndarray, classes: int) -> np.ndarray:
-    """Return -ln of the share of each sample's label among the known labels (0 or more), but at least ln(classes);
-    shape (samples,)."""
+    """Return -ln of the share of each sample's label among the known ones (>= 0), at least ln(classes); (samples,)."""
     counts = np.bincount(labels[labels >= 0], minlength=classes)
     shares = counts / max(1, counts.sum())
     losses = np.maximum(math.log(classes), -np.log(np.maximum(shares, 1e-12)))
@@ -74,8 +73,7 @@ def chance_losses(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def class_bar(values: np.ndarray) -> float:
-    """Return the relative loss above which a row is suspect; infinite if the rows do not form a right and a wrong
-    group."""
+    """Return the relative loss above which a row is suspect; infinite if the rows form no right and wrong group."""
     if values.size < FEWEST_ROWS or values.min() == values.max():
         return math.inf
     clipped = np.clip(values, 0.0, CLIP)

@@ -30,8 +30,7 @@ LARGEST_GROWTH = 0.5
 """Bound on one estimate of growth. In the first steps y rises from -inf, which would otherwise dominate the average."""
 
 LARGEST_EXPONENT = 700.0
-"""Bound that keeps exp within a float, so that a large kp moves lambda to its bound instead of raising
-OverflowError."""
+"""Bound that keeps exp within a float, so that a large kp moves lambda to its bound without an OverflowError."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def _with_averages(config: ControllerConfig, state: ControllerState, measurement
     # 1/count until that is below alpha: a plain mean at first, so that the first noisy value does not dominate.
     alpha = max(_weight_over_steps(config.ema_alpha, measurement.steps), 1.0 / count)
     if config.name == "original":
-        # The published law averages S, the model law DataBPT.
+        # The published law averages S, all others DataBPT.
         s_ema = _average(state.s_ema, information_ratio(measurement.param_bpt, measurement.data_bpt), alpha)
         data_ema = _average(state.data_bpt_ema, measurement.data_bpt, alpha)
     else:
@@ -244,7 +243,7 @@ def observe_held_out(config: ControllerConfig, state: ControllerState, held_out_
         return state
     if state.best_held_out_bpt is None or held_out_bpt < state.best_held_out_bpt:
         state = replace(state, best_held_out_bpt=held_out_bpt, held_out_misses=0)
-        # Once there is a target, a better evaluation no longer moves it: the target would follow the noise.
+        # Once there is a target, a better evaluation no longer moves it, because it would follow the noise.
         return state if state.target_s is not None else replace(state, best_held_out_s=state.s_ema)
     state = replace(state, held_out_misses=state.held_out_misses + 1)
     if state.target_s is None and state.held_out_misses >= config.auto_patience and state.best_held_out_s:

@@ -57,9 +57,9 @@ FEWEST_ROWS, MOST_ROWS = 8, 32
 class RetentionConfig:
     """Parameters of the controller.
 
-    ``budget_bits``: most excess, in bits per token. ``certainty``: distance that the level keeps from the budget, in
-    standard errors, but at most half of the budget. ``horizon``: in measurements. ``first_effort``: effort until the
-    first measurement. ``largest_rise``, ``largest_fall``: bounds on the change of the effort at one measurement.
+    ``budget_bits``: largest allowed excess, in bits per token. ``certainty``: distance that the level keeps from the
+    budget, in standard errors, but at most half of the budget. ``horizon``: in measurements. ``first_effort``: effort
+    until the first measurement. ``largest_rise``, ``largest_fall``: bounds on its change at one measurement.
     """
 
     budget_bits: float

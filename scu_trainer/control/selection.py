@@ -64,8 +64,7 @@ def noise_guard(
 ) -> Selection:
     """Leave out rows that look wrong (see ``noise.py``), at most ``config.guard_max_fraction`` of all rows.
 
-    Each epoch readmits the share ``config.guard_readmit`` of the excluded rows, longest unseen first, to renew their
-    scores.
+    Each epoch readmits ``config.guard_readmit`` of the excluded rows, longest unseen first, to renew their scores.
     """
     suspects, spared = noise.suspects(snapshot, ids, config)
     cap = min(int(config.guard_max_fraction * ids.size), max(0, ids.size - 1))
@@ -114,9 +113,9 @@ def acmds(
     """Select the share ``config.acmds_fraction`` of the rows, around a difficulty that grows with the epochs and with
     free memory.
 
-    A row that was never seen, or not in the last ``config.window_epochs`` epochs, is always selected, so that any that
-    many consecutive epochs include every row; an epoch may therefore exceed its share. If memory is short, the cheap
-    rows of each stratum are preferred; their cost is ``lengths`` (by sample number) if the snapshot has no costs.
+    A row that was never seen, or not in the last ``config.window_epochs`` epochs, is always selected, so that every row
+    is in at least one of that many consecutive epochs; an epoch may therefore exceed its share. If memory is short,
+    the cheap rows of each stratum are preferred; costs are ``lengths`` (by sample number) if the snapshot has none.
     ``rows``: select exactly this many rows instead of the share.
     """
     scores = snapshot.scores[ids]

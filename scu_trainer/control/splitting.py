@@ -25,8 +25,8 @@ MICRO_BATCH_COST_SHARE = 1 / 16
 instead of 9-19 %, with 11-30 % more micro-batches than the smallest possible number."""
 
 SIZES_PER_DOUBLING = 16
-"""How many sizes ``rounded_up_size`` uses per doubling, where each new number of tokens has a cost. Rounding up adds
-1/32 of the tokens on average and 1/16 at most, which is cheaper."""
+"""Number of sizes per doubling in ``rounded_up_size``, for devices that compile kernels for each new number of tokens.
+Rounding up adds 1/32 of the tokens on average and 1/16 at most, which costs less than compiling."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ def cut(
 def cut_unpadded(
     lengths: Sequence[int], token_cap: Optional[int], max_rows: Optional[int] = None, min_rows: int = 1
 ) -> list[MicroBatchPlan]:
-    """Do the same as ``cut`` for a model without padding: the fewest micro-batches, each filled up to ``token_cap``
-    tokens."""
+    """Do the same as ``cut`` for a model without padding: few micro-batches, each filled up to ``token_cap`` tokens."""
     _check_bounds(token_cap, max_rows, min_rows)
     order = _order_by_length(lengths)
     sizes: list[int] = []
@@ -91,7 +90,8 @@ def cut_unpadded(
 
 
 def _filled_up_to_minimum(sizes: Sequence[int], min_rows: int) -> list[int]:
-    """Return ``sizes`` with the last micro-batch filled up to ``min_rows`` rows from the micro-batches before it."""
+    """Return ``sizes`` with the last micro-batch filled up to ``min_rows`` rows from those before it; if they have too
+    few rows, the last two are joined."""
     filled = list(sizes)
     for last in range(len(filled) - 1, 0, -1):
         wanting = max(0, min_rows - filled[last])
@@ -138,8 +138,7 @@ def _micro_batch_plans(order: Sequence[int], ends: Iterable[int], lengths: Seque
 
 
 def _micro_batch_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int:
-    """Return the cost of a micro-batch in padded tokens. Without a cap it is larger than all padding, which leads to as
-    few micro-batches as possible."""
+    """Return the cost in padded tokens. Without a cap it exceeds all padding, for as few micro-batches as possible."""
     if token_cap is None:
         return sum(ascending[-1:]) * len(ascending) + 1
     return max(1, int(token_cap * MICRO_BATCH_COST_SHARE))

@@ -47,12 +47,8 @@ def assess(steps: Sequence[int], s_values: Sequence[float], target_s: float, sat
         late = errors[(entered + len(errors)) // 2 :]
         bias = sum(late) / len(late)
     # While S rises toward the target, lambda is at its minimum because nothing has to be slowed down yet.
-    saturation_since_entry = saturated[entered or 0 :]
-    saturated_fraction = (
-        sum(bool(word) for word in saturation_since_entry) / len(saturation_since_entry)
-        if saturation_since_entry
-        else 0.0
-    )
+    since_entry = saturated[entered or 0 :]
+    saturated_fraction = sum(bool(word) for word in since_entry) / len(since_entry) if since_entry else 0.0
     first_inside = 1 + max((i for i, ok in enumerate(inside) if not ok), default=-1)
     settled = first_inside if first_inside < len(inside) else None
     return Tracking(
@@ -76,7 +72,7 @@ def _verdict(settled: Optional[int], entered: Optional[int], overshot: Optional[
 
 
 def forecast_s(early: tuple[int, float], now: tuple[int, float], last_step: int, target_s: float) -> tuple[float, bool]:
-    """Return (predicted S at the last step without control, whether that reaches BAND below ``target_s`` or more).
+    """Return (predicted S at the last step without control, whether it reaches the band around ``target_s``).
 
     ``early``, ``now``: (step, logit(S)) at two steps of the run. The distance of the weights from their initial values
     grows like a power of the number of steps, so logit(S) is nearly linear in ln(step). A decaying learning rate slows

@@ -196,7 +196,7 @@ def test_one_huge_row_stands_alone():
 def test_more_ranks_than_rows_repeats_rows_and_says_so():
     one = planned(samples=3, world=8, snapshot=Difficulty(3, 0.3, 3).snapshot())
     assert (one.micro_batches, one.rows, one.repeated.size) == (8, 8, 5)
-    assert one.notes == ("epoch 4: 3 rows cannot be divided evenly among 8 ranks; 5 of them are used twice",)
+    assert one.notes == ("epoch 4: 3 rows cannot be divided evenly among 8 ranks; 5 repeated rows fill the gap",)
 
 
 def test_costs_of_the_snapshot_go_before_lengths():

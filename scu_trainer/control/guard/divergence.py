@@ -6,10 +6,10 @@
 
 A positive loss therefore diverges at ``factor`` times its best mean. The standard error keeps noisy losses (small
 batches, rare hard rows) from crossing the ceiling by chance, because the best of many noisy means is too low. The floor
-keeps a loss that is almost zero from diverging by tiny differences. For the first FEW observations, whose spread is not
-yet known, the spread is assumed to be at least as large as the mean. A spike, a warm-up and a restart of the learning
-rate do not count as divergence, because the excess must last. A run that diverged before its first logged loss cannot
-be distinguished from one with a high initial loss.
+keeps a loss that is almost zero from diverging by tiny differences. Before FEW observations, the spread is not known
+and is assumed to be at least as large as the mean. A spike, a warm-up and a restart of the learning rate do not count
+as divergence, because the excess must last. A run that diverged before its first logged loss cannot be distinguished
+from one with a high initial loss.
 """
 
 from __future__ import annotations
