@@ -18,7 +18,7 @@ LARGEST_WHOLE_NUMBER = 2**31 - 1
 """Largest whole number, because libraries that use 32 bits would silently overflow beyond it."""
 
 LARGEST_NUMBER = 1e15
-"""Largest number: a larger one is a typing error, and its square can be infinite in float32."""
+"""Largest number: a larger one is a mistake, and its square can be infinite in float32."""
 
 LONGEST_NAME_BYTES, LONGEST_PATH_BYTES = 255, 4095
 """Limits of file systems (NAME_MAX, PATH_MAX without its final zero)."""
@@ -112,10 +112,8 @@ def _check_types(settings, prefix: str = "") -> None:
 def check_values(
     kind: type, values: Mapping[str, Any], allowed: Mapping[str, Allowed] = NO_LIMITS, prefix: str = ""
 ) -> None:
-    """Raise SettingsError for numbers and texts among ``values`` that are not allowed for the fields of ``kind``.
-
-    ``kind``: a dataclass. ``allowed``: limits by field. ``prefix``: of the names on the command line.
-    """
+    """Raise SettingsError for numbers and texts among ``values`` that the fields of the dataclass ``kind`` do not
+    allow. ``allowed``: limits by field. ``prefix``: of the names on the command line."""
     hints = field_types_of(kind)
     for item in fields(kind):
         if item.name not in values:
@@ -171,15 +169,13 @@ def short(value: Any) -> str:
 
 
 def as_typed(value: Any) -> str:
-    """Return ``value`` as text that a user would type; also for enum members, such as ``optim`` of the stock
-    arguments."""
+    """Return ``value`` as a user would type it; also enum members, such as ``optim`` of the stock arguments."""
     value = getattr(value, "value", value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_text(name: str, text: str, *, is_name: bool) -> None:
-    """Raise SettingsError for text that files and libraries do not accept. ``is_name``: also check that it can be a
-    path."""
+    """Raise SettingsError for text that files and libraries do not accept; ``is_name``: or that cannot be a path."""
     require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; remove it")
     encoding = sys.getfilesystemencoding()
     way_out = "give the file or folder a name in UTF-8 (mv, or convmv)"

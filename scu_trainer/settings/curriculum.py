@@ -70,8 +70,7 @@ class CurriculumSettings:
 
 
 def _joined_methods(value) -> str:
-    """Return the methods joined with "+". Raises SettingsError for unknown methods and for those that cannot be
-    combined."""
+    """Return the methods joined with "+". Raises SettingsError for unknown ones and for those that do not combine."""
     from scu_trainer.control.curriculum import check_methods  # imports numpy, which only a curriculum needs
 
     names = [str(name).strip() for name in (value if isinstance(value, (list, tuple)) else str(value).split("+"))]

@@ -118,10 +118,8 @@ class DataSettings:
         return parsed_sources(self.dataset, field_types_of(type(self))) if isinstance(self.dataset, list) else ()
 
     def index_of_source(self, name: str) -> Optional[int]:
-        """Return the index of the source with this name or this dataset; None if there is none.
-
-        Raises SettingsError if several sources have this dataset.
-        """
+        """Return the index of the source with this name or dataset; None if there is none. Raises SettingsError if
+        several sources have this dataset."""
         sources = self.sources
         named = [place for place, source in enumerate(sources) if source.name == name]
         found = named or [place for place, source in enumerate(sources) if is_same_dataset(source.dataset, name)]

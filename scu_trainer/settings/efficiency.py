@@ -53,7 +53,7 @@ class EfficiencySettings:
     lr_milestones: Optional[list[float]] = option(
         None,
         "when to multiply the learning rate by lr_gamma (torch's MultiStepLR): epochs such as 30 60 80, or shares of "
-        "the run such as 0.5 0.75",
+        "the run, all below 1, such as 0.5 0.75",
     )
     lr_gamma: float = option(0.1, "factor for lr_step_size and lr_milestones")
     throughput: bool = option(

@@ -94,8 +94,7 @@ PRESETS: dict[str, dict[str, object]] = {
 }
 """gpu: compiled, with images loaded ahead. cpu: compilation and other memory layouts do not help there, and reading
 from the cache costs less than a second process. memory_efficient: few activations and a small optimizer state, at the
-cost of time; the batch size stays, because the mean losses of accumulated smaller batches would add up to a larger
-loss."""
+cost of time; the batch size stays, because mean losses of accumulated smaller batches would add up to a larger loss."""
 
 MODES: dict[str, dict[str, object]] = {
     "tiny": {"dataset_size": 400, "num_train_epochs": 1.0, "max_steps": -1},

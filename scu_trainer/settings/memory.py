@@ -82,10 +82,11 @@ class MemorySettings:
         None, "largest memory in GiB that each process may use on the training device; default: all"
     )
     max_gpu_mem: Optional[Union[float, str]] = option(
-        None, "device_map: size of the weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free"
+        None,
+        "device_map: largest size of the weights on each GPU, in GiB or as '4GB'; default: what accelerate finds free",
     )
     cpu_mem: Optional[Union[float, str]] = option(
-        None, "device_map: size of the weights in main memory, in GiB or as '16GB'; the rest goes to offload_folder"
+        None, "device_map: largest size of the weights in main memory, in GiB or as '16GB'; others go to offload_folder"
     )
     offload_folder: Optional[str] = option(
         None, "device_map: folder for weights that fit neither on a GPU nor in main memory"
@@ -135,10 +136,8 @@ class MemorySettings:
         return self.padding_free if self.acts else False
 
     def largest_logical_batch(self, nominal_rows: int) -> int:
-        """Return the largest logical batch of a device with ``batch_mode: logical`` and batches of ``nominal_rows``.
-
-        Raises SettingsError if ``max_batch_size`` exceeds ``nominal_rows``.
-        """
+        """Return the most rows of a device with ``batch_mode: logical`` and batches of ``nominal_rows``. Raises
+        SettingsError if ``max_batch_size`` exceeds these."""
         rows = self.max_batch_size or nominal_rows
         require(
             rows <= nominal_rows,

@@ -36,8 +36,7 @@ class SourceSettings:
 
 
 def parsed_dataset(value: Union[str, list]) -> Union[str, list]:
-    """Return the value of ``dataset``, with a text that begins with "[" parsed as a JSON list. Raises SettingsError if
-    that is not valid JSON."""
+    """Return the value of ``dataset``, parsed if it begins like a JSON list. Raises SettingsError for invalid JSON."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return list(value) if isinstance(value, tuple) else value
     try:
@@ -69,11 +68,8 @@ def dataset_label(value: Any) -> str:
 
 
 def parsed_sources(entries: list[Any], hints: Mapping[str, Any]) -> tuple[SourceSettings, ...]:
-    """Return the sources of a list. ``hints``: types of the fields of ``DataSettings``.
-
-    Raises SettingsError for an invalid entry, if only some sources have weights, and for two sources with the same
-    name.
-    """
+    """Return the sources of a list. ``hints``: types of the fields of ``DataSettings``. Raises SettingsError for an
+    invalid entry, if only some sources have weights, and if two sources have the same name."""
     require(bool(entries), "dataset is an empty list; give at least one entry, or one name without a list")
     sources = tuple(_parsed_source(number, entry, hints) for number, entry in enumerate(entries, start=1))
     without = [source.name for source in sources if source.weight is None]

@@ -86,7 +86,7 @@ class ModelSettings:
         "process, as far as max_gpu_mem, cpu_mem and offload_folder allow",
     )
     lora_r: int = option(8, "rank of the adapters")
-    lora_alpha: float = option(16.0, "scale of the adapters, as lora_alpha / lora_r")
+    lora_alpha: float = option(16.0, "the adapters are scaled by lora_alpha / lora_r")
     lora_dropout: float = option(0.0, "dropout in front of the adapters")
     lora_target_modules: Optional[list[str]] = option(
         None, "names of the modules to adapt; default: every linear layer that the model calls"
@@ -135,8 +135,8 @@ class ModelSettings:
     )
     teacher_temperature: float = option(
         2.0,
-        "divisor of both models' logits before they are compared; with higher values, tokens that the teacher finds "
-        "unlikely have more weight",
+        "divisor of both models' logits before they are compared; with higher values, what the teacher finds unlikely "
+        "has more weight",
     )
     embedded_base_steps: int = option(240, "optimizer steps for the single training of the embedded base model")
 

@@ -1,4 +1,4 @@
-"""Settings of the regularization loop, which controls lambda, and of the retention loop, which limits forgetting."""
+"""Settings of the regularization loop (control of lambda) and of the retention loop (limits on forgetting)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ ALLOWED = {
 
 @dataclass(frozen=True)
 class RegularizationSettings:
-    """The Shannon Control Unit: measures S = ParamBPT / (DataBPT + ParamBPT), and with a target keeps S there by
-    lambda.
+    """The Shannon Control Unit: measure S = ParamBPT / (DataBPT + ParamBPT), and with a target keep it there by lambda.
 
     Without ``target_s`` nothing is controlled: S is measured at logging steps, and the weights are the same as without
     the loop. The laws ``fixed`` and ``schedule`` use ``lambda_init`` and need no target.
@@ -193,7 +192,7 @@ OF_RETENTION = {
 
 @dataclass(frozen=True)
 class RetentionSettings:
-    """Which text must not be forgotten during training, how much of it may be, and how forgetting is limited."""
+    """Which text must not be forgotten during training, the budget for that, and how forgetting is limited."""
 
     retain: Optional[str] = option(
         None,
@@ -204,8 +203,8 @@ class RetentionSettings:
     )
     retain_budget_bits: float = option(
         0.02,
-        "largest loss of bits per token on this text, compared with the model before training; if it is given without "
-        "retain, retain is sampled",
+        "largest increase of the loss on this text, in bits per token, over the model before training; if it is given "
+        "without retain, retain is sampled",
     )
     retain_actuator: Literal["auto", "replay", "lambda"] = option(
         "auto",
@@ -217,7 +216,7 @@ class RetentionSettings:
         2000, "largest number of documents of retain to read; with sampled, at most 400 are generated"
     )
     retain_frequency: Optional[int] = option(
-        None, "optimizer steps between two measurements; default: so that measuring takes 2 %% of the training time"
+        None, "optimizer steps between two measurements; default: so that measuring takes at most 2 %% of the time"
     )
     retain_stop: bool = option(False, "end the run if the budget cannot be kept, instead of only reporting it")
 

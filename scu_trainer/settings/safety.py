@@ -1,5 +1,4 @@
-"""Settings that protect a run: resume, preflight, early stopping, and handling of losses that are not finite or
-diverge."""
+"""Settings that protect a run: resume, preflight, early stopping, and losses that are not finite or diverge."""
 
 from __future__ import annotations
 
@@ -22,10 +21,9 @@ ALLOWED = {
 }
 
 SAVE_STEPS = 0.1
-"""``save_steps`` by default, as a share of the run: an interruption costs at most a tenth of the run."""
+"""Default of ``save_steps``, as the largest share of the run that an interruption should cost."""
 FEWEST_SAVE_STEPS, STOCK_SAVE_STEPS = 10, 500
-"""Bounds on these steps: short runs should not mainly write checkpoints, and long runs should not lose more steps than
-with the stock default."""
+"""Bounds on it in steps: short runs should not mainly write checkpoints, nor long ones lose more than stock runs."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,9 @@ class SafetySettings:
         12.0,
         "with spike_guard: skip, how far above counts as a spike, in robust standard deviations of the logarithm",
     )
-    divergence: Literal["stop", "warn", "off"] = option("warn", "what to do when the training loss diverges lastingly")
+    divergence: Literal["stop", "warn", "off"] = option(
+        "warn", "what to do when the training loss diverges and stays high"
+    )
     divergence_factor: float = option(
         2.0, "the run counts as diverging when the running mean of its training loss is this many times its best"
     )
@@ -121,12 +121,8 @@ def default_save_steps(steps: int) -> int:
 
 
 def early_stopping_values(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Return values for the fields that early stopping needs and that were not ``given``: evaluations, and a checkpoint
-    at each of them.
-
-    ``values``: all fields by name. ``given``: names of the fields that the user set. Raises SettingsError if these
-    contradict early stopping.
-    """
+    """Return values for the fields that early stopping needs and that the user has not ``given``: evaluations, each
+    with a checkpoint. ``values``: all fields by name. Raises SettingsError if the given ones rule that out."""
     evaluates, saves = _strategies(values, given)
     every = _steps_between(values, given)
     chosen = {"load_best_model_at_end": True, "eval_strategy": evaluates, "save_strategy": saves}
@@ -150,8 +146,8 @@ def _strategies(values: Mapping[str, Any], given: Collection[str]) -> tuple[str,
 
 
 def _steps_between(values: Mapping[str, Any], given: Collection[str]) -> float:
-    """Return the steps between evaluations: as given for evaluations or checkpoints, else 20 evaluations in
-    max_steps."""
+    """Return the steps between evaluations: as given for these or checkpoints; 20 evaluations in max_steps; or those
+    between logs."""
     for name in ("eval_steps", "save_steps"):
         if name in given and values[name]:
             return values[name]

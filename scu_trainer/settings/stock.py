@@ -1,5 +1,4 @@
-"""Limits for numbers that ``transformers.TrainingArguments`` accepts unchecked but cannot train with, and the data
-seed."""
+"""Limits for numbers that ``transformers.TrainingArguments`` accepts but cannot train with, and the data seed."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ ALLOWED = {
 
 
 def effective_data_seed(args: Any) -> int:
-    """Return ``data_seed``, or ``seed`` without it: the seed for the held-out split, the selection and the order of
-    rows."""
+    """Return the seed for the held-out split, the selection and the order of rows: ``data_seed``, else ``seed``."""
     seed: int = args.seed if args.data_seed is None else args.data_seed
     return seed
