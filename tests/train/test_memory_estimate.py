@@ -593,7 +593,7 @@ def test_micro_batches_begin_as_large_as_main_memory_lets_them(model_dir, monkey
     assert (found.step.rows, found.whole.rows, found.first_tokens) == (5, 8, 5 * 32)
     assert found.line.endswith(" of main memory are available, and larger micro-batches would not fit")
     kept = record.predict_run(small_job(model_dir, *words[2:], "--memory_control", "false"), model)
-    assert kept.first_tokens is None and kept.line.endswith("scu-trainer plan suggests smaller settings")
+    assert kept.first_tokens is None and kept.line.endswith("scu-trainer plan suggests settings that take less")
     limit_bytes += 2**30
     found = record.predict_run(small_job(model_dir, *words), model)
     assert found.first_tokens is None and "of main memory are available" not in found.line

@@ -17,7 +17,7 @@ from scu_trainer.models.loading.offloaded import input_device
 TEXT_PROMPT_TOKENS = 32
 
 ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "penalty_alpha": 0.0}
-"""Overrides of a model's generation config that might ask for several answers or for beam search."""
+"""Overrides of a generation config that may ask for several answers, beam search or contrastive search."""
 
 
 @dataclass(frozen=True)

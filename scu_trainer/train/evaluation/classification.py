@@ -1,5 +1,4 @@
-"""Held-out scores of classifiers: for each sample, the loss of its label in nats and whether the prediction is
-right."""
+"""Held-out scores of classifiers: for each sample, the nats of its label and whether the prediction is right."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def preprocess_class_logits(logits: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def preprocess_class_and_report(logits: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Do the same for a model that may also return ``report_scores``: the result is (rows, 2), or (rows, 5) with
-    them."""
+    """Do the same for a model that may also return ``report_scores``: (rows, 2), or (rows, 5) with them."""
     scores = preprocess_class_logits(logits, labels)
     return torch.cat([scores, logits[1].float()], dim=1) if isinstance(logits, tuple) else scores
 
@@ -64,10 +62,8 @@ def _report_scores(scores: np.ndarray) -> Optional[DocumentScores]:
 def score_samples(
     model: nn.Module, rows: Any, collate: Callable[[list], Mapping[str, Any]], rows_at_once: int = ROWS_AT_ONCE
 ) -> DocumentScores:
-    """Score every row of a map-style dataset with one label per row. Batches that do not fit in memory are halved.
-
-    The model's training mode is restored.
-    """
+    """Score every row of a map-style dataset with one label per row, and restore the model's training mode. Batches
+    that do not fit in memory are halved, see ``halving_strategy``."""
     device = input_device(model)
     halving, all_scores = halving_strategy(model), []
     with evaluating(model):

@@ -77,8 +77,8 @@ def paired_difference(
     the metric is not a mean. ``bootstrap_options``: resamples, confidence and seed of the bootstrap."""
     if not len(first.per_question) or len(first.per_question) != len(second.per_question):
         return None
-    token_counts = np.ones(len(first.per_question), dtype=np.int64)
-    scores = (DocumentScores(token_counts, token_counts, figure.per_question) for figure in (first, second))
+    ones = np.ones(len(first.per_question), dtype=np.int64)
+    scores = (DocumentScores(ones, ones, figure.per_question) for figure in (first, second))
     return bootstrap_accuracy_difference(*scores, **bootstrap_options)
 
 

@@ -106,8 +106,7 @@ def bpt_metrics(prediction) -> dict[str, float]:
 
 
 def warn_about_nonfinite(nats: np.ndarray, item: str) -> None:
-    """Warn about items without a finite score by number, because their mean, which is not finite either, does not show
-    which ones they are."""
+    """Warn about items without a finite score by number, which their mean, not finite either, does not show."""
     bad = np.flatnonzero(~np.isfinite(nats))
     if len(bad):
         logger.warning(
@@ -146,8 +145,8 @@ def evaluation_path_of(model: nn.Module) -> EvaluationPath:
 
 
 def halving_strategy(model: nn.Module) -> Halving:
-    """Return the strategy that halves a batch after an out-of-memory error; with sharded weights all ranks halve it
-    together."""
+    """Return what to do with a batch that does not fit: halve it, or raise if weights are sharded over ranks, because
+    the others wait in the same forward pass."""
     is_shared = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return AllRowsAtOnce() if is_shared and has_sharded_weights(model) else Halving()
 
@@ -228,8 +227,7 @@ def bootstrap_difference(
 def bootstrap_accuracy_difference(
     first: DocumentScores, second: DocumentScores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> BootstrapInterval:
-    """Return the accuracy of ``second`` minus that of ``first`` on the same samples, with the same resamples for
-    both."""
+    """Return the accuracy of ``second`` minus that of ``first``, with the same samples and resamples for both."""
     _require_same_documents(first, second)
     before, after = _resampled_means([first.correct, second.correct], first.tokens, resamples, seed)
     return _percentile_interval(second.accuracy - first.accuracy, after - before, confidence)
@@ -241,8 +239,7 @@ def _require_same_documents(first: DocumentScores, second: DocumentScores) -> No
 
 
 def _resampled_means(models: Sequence[np.ndarray], tokens: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Return the amount per token of every resample, shape (models, resamples), with the same documents for all
-    models."""
+    """Return the amount per token, shape (models, resamples), with the same documents in a resample for all models."""
     generator, documents = np.random.default_rng(seed), len(tokens)
     drawn = np.empty((len(models), resamples))
     rows = max(1, DRAWS_AT_ONCE // documents)

@@ -52,8 +52,7 @@ def check_evaluation(
 
 
 def check_launcher(training: TrainingArguments) -> None:
-    """Reject launcher settings that no run supports, which accelerate reports only after the model is loaded, or
-    never."""
+    """Reject launcher settings that no run supports; accelerate reports them after the model is loaded, or never."""
     require(
         not (training.use_cpu and parse_flag_from_env("ACCELERATE_USE_FSDP")),
         "FSDP has no effect on a CPU (accelerate would silently train data parallel); use "
@@ -125,8 +124,7 @@ def _check_dependent_fields(training: TrainingArguments) -> None:
 
 
 def _check_custom_evaluation(training: TrainingArguments) -> None:
-    """Reject fields for custom evaluations. The evaluations of the command line read the labels of the task, and the
-    scores of all rows."""
+    """Reject fields for custom evaluations. Those of the command line read the task's labels and all rows' scores."""
     require(
         training.label_names in (None, ["labels"]),
         f"label_names is {training.label_names}, but the command line sets the names of its labels; drop it",
@@ -177,8 +175,7 @@ def _check_liger(training: TrainingArguments, device_type: str) -> None:
 
 
 def _check_loraplus(optim: str, training: TrainingArguments, model: ModelSettings) -> None:
-    """Check loraplus_lr_ratio: its groups of weights are made before the model is sharded, and do not work with an
-    optimizer that makes its own groups."""
+    """Check loraplus_lr_ratio, whose groups of weights are made before sharding and exclude groups of the optimizer."""
     if model.loraplus_lr_ratio is None:
         return
     shards = uses_deepspeed(training) or bool(training.fsdp)

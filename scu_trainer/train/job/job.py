@@ -68,8 +68,7 @@ class Task(Protocol):
         """Raise SettingsError for settings that contradict each other, without loading anything."""
 
     def load(self, job: Job, console: Console) -> TrainingComponents:
-        """Load everything that training needs. Raises a UserError if settings, data, model, memory or disk do not
-        fit."""
+        """Load what training needs. Raises a UserError if settings, data, model, memory or disk do not fit."""
 
     def load_scored(self, source: Source) -> TrainingComponents:
         """Load a trained model in evaluation mode, and its held-out rows."""
@@ -222,8 +221,8 @@ class Job:
 
 
 def _refuse_secrets(settings: dict[str, Any]) -> None:
-    """Raise SettingsError for a setting with a secret, because names and paths are written to files that people share:
-    the model card, the adapter's configuration, TensorBoard logs."""
+    """Raise SettingsError for a secret, because settings are written to files that people share: the model card, the
+    adapter's configuration, TensorBoard logs."""
     name = find_secret(settings)
     if name is not None:
         raise SettingsError(
@@ -233,7 +232,7 @@ def _refuse_secrets(settings: dict[str, Any]) -> None:
 
 
 def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
-    # The launcher's decisions do not belong to a configuration, and mixed_precision contains bf16 and fp16.
+    # The launcher's decisions do not belong to a configuration, and mixed_precision stands for bf16 and fp16.
     left_out = {"local_rank", "deepspeed_plugin", "distributed_state", "bf16", "fp16", "tf32"}
     # to_dict replaces tokens by a placeholder, which would be used as a token when the configuration is read back.
     settings = training.to_dict().items()
@@ -243,9 +242,9 @@ def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
 def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False) -> int:
     """Return the disk space for all checkpoints that the run keeps at the same time, plus the final model.
 
-    A checkpoint has the trained weights, their two Adam moments and their initial values w0. DeepSpeed saves the
-    weights two more times, for its engine and as float32 master weights. ``averaged``: checkpoints also have moving
-    averages of the weights.
+    A checkpoint has the trained weights, their two Adam moments and their initial values w0; frozen weights, which full
+    tuning saves as well, are not counted. DeepSpeed saves the weights two more times, for its engine and as float32
+    master weights. ``averaged``: checkpoints also have moving averages of the weights.
     """
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
     saves = 0 if training.save_strategy == "no" else kept

@@ -59,8 +59,7 @@ WORDS = {
     "proj_type": ("std", "reverse_std", "right", "left", "full"),
     "scale_type": ("channel", "tensor"),
 }
-"""Allowed words of arguments that are not numbers. Some optimizers reject others only in their first step, some
-never."""
+"""Allowed words of arguments that are not numbers. Optimizers reject others in their first step, or never."""
 
 SET_BY_THE_TRAINER = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 WITHOUT_ARGUMENTS = ("constant", "constant_with_warmup")
@@ -73,10 +72,7 @@ def argument_names_of(optim: str) -> tuple[str, ...]:
 
 
 def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, str]) -> None:
-    """Check ``optim_args``, from which the stock Trainer silently drops names that the optimizer does not take.
-
-    ``given``: the names and values in ``optim_args``.
-    """
+    """Check ``given``, the values in ``optim_args``, of which the stock Trainer silently drops unknown names."""
     optim = as_typed(training.optim)
     takes = argument_names_of(optim)
     unknown = next((name for name in given if name not in takes), None)
@@ -121,8 +117,7 @@ def check_optimizer_arguments(training: TrainingArguments, given: Mapping[str, s
 
 
 def _check_value(name: str, value: str) -> None:
-    """Raise SettingsError for a value with which transformers or the optimizer would fail, or that they would
-    misread."""
+    """Raise SettingsError for a value with which transformers or the optimizer fails, or that it misreads."""
     if name in WORDS:
         known = (value.lower() if "true" in WORDS[name] else value) in WORDS[name]
         allowed = f"allowed: {', '.join(WORDS[name])}{did_you_mean(value, WORDS[name])}"

@@ -20,8 +20,7 @@ and for the product that computes its gradient."""
 
 
 class CompiledProducts:
-    """Collects the products that would be compiled again for another number of tokens. ``size_bytes``: the memory that
-    they keep."""
+    """Collects products that are compiled again for another number of tokens; ``size_bytes``: memory that they keep."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens

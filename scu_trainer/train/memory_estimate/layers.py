@@ -25,8 +25,7 @@ DEPTH = "num_hidden_layers"
 
 
 def kinds_of(config: PretrainedConfig) -> list[tuple]:
-    """Return the kind of each layer, in order: its entries in all lists of the configuration with one entry per
-    layer."""
+    """Return the kind of each layer, in order: its entries in the lists of ``config`` with one entry per layer."""
     text = config.get_text_config()
     depth = getattr(text, DEPTH)
     lists = [value for value in vars(text).values() if isinstance(value, (list, tuple)) and len(value) == depth]
@@ -46,8 +45,7 @@ def with_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedCo
 
 
 def shallow(kinds: Sequence[tuple]) -> list[int]:
-    """Return the numbers of the layers for a shallow model: the first, the last, and the first of each kind between
-    them."""
+    """Return the layer numbers of a shallow model: the first, the last, and the first of each kind between them."""
     between = {kind: number for number, kind in reversed(list(enumerate(kinds[1:-1], start=1)))}
     return sorted({0, len(kinds) - 1, *between.values()})
 
@@ -107,11 +105,11 @@ def marked(layers: Sequence[nn.Module], events: Events) -> Iterator[None]:
         yield
 
 
-def deep_events(events: Events, placeholders_for_offloaded: Sequence[int]) -> Optional[Events]:
-    """Return the events of the deep model from those of the shallow one. ``placeholders_for_offloaded``: for each
-    layer of the deep model, the index of the shallow model's layer that represents it. Returns None if the shallow
-    model did not run its layers one after another."""
-    count = max(placeholders_for_offloaded) + 1
+def deep_events(events: Events, stand_ins: Sequence[int]) -> Optional[Events]:
+    """Return the events of the deep model from those of the shallow one; None if that did not run its layers one after
+    another. ``stand_ins``: for each layer of the deep model, the index of the shallow model's layer that represents
+    it."""
+    count = max(stand_ins) + 1
     names = [*(("forward", i) for i in range(count)), ("loss", 0), *(("backward", i) for i in reversed(range(count)))]
     if [name for _, name in events.marks] != names:
         return None
@@ -119,23 +117,19 @@ def deep_events(events: Events, placeholders_for_offloaded: Sequence[int]) -> Op
     part = {name: events.sizes[a:b] for name, a, b in zip(names, borders[:-1], borders[1:], strict=True)}
     segments = [
         events.sizes[: borders[0]],
-        *(part["forward", i] for i in placeholders_for_offloaded),
-        _loss_events(events, borders[: count + 2], placeholders_for_offloaded),
-        *(part["backward", i] for i in reversed(placeholders_for_offloaded)),
+        *(part["forward", i] for i in stand_ins),
+        _loss_events(events, borders[: count + 2], stand_ins),
+        *(part["backward", i] for i in reversed(stand_ins)),
     ]
     return Events(list(itertools.chain.from_iterable(segments)))
 
 
-def _loss_events(
-    events: Events, borders: Sequence[int], placeholders_for_offloaded: Sequence[int]
-) -> list[tuple[str, int]]:
+def _loss_events(events: Events, borders: Sequence[int], stand_ins: Sequence[int]) -> list[tuple[str, int]]:
     """Return the events of the loss in the deep model. Memory that a layer allocated and that is freed at the end of
     the forward pass (cached keys and values) is freed once for each represented layer. ``borders``: the starts of all
     layers, and start and end of the loss."""
     found = []
     for event in range(borders[-2], borders[-1]):
         layer = bisect.bisect_right(borders, events.taken[event]) - 1
-        found += [events.sizes[event]] * (
-            placeholders_for_offloaded.count(layer) if 0 <= layer < len(borders) - 2 else 1
-        )
+        found += [events.sizes[event]] * (stand_ins.count(layer) if 0 <= layer < len(borders) - 2 else 1)
     return found

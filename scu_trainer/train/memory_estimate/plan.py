@@ -49,11 +49,10 @@ from scu_trainer.train.tasks.common import checkpoints_activations
 from scu_trainer.train.tasks.packing import Packing
 
 TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
-"""Models with at most this many layers are traced as a whole; on a CPU only that shows how the heap grows."""
+"""Most layers of a model that is traced as a whole; on a CPU more, because only that shows how the heap grows."""
 
 FEW_ROWS = (2, 3)
-"""Rows of the two micro-batches that are traced for a deep model; not 1, because operations on one row may copy
-less."""
+"""Rows of the micro-batches that are traced for a deep model; not 1, because operations on one row may copy less."""
 
 
 def choice_of(job: Job) -> SettingChoice:
@@ -133,14 +132,14 @@ class FromConfiguration:
             return None
         subject = self._estimated_step(choice, numbers)
         layers = layers_of(subject.model, len(numbers))
-        placeholders_for_offloaded, found = stand_in_layers(self._kinds, numbers), []
+        stand_ins, found = stand_in_layers(self._kinds, numbers), []
         for rows in FEW_ROWS:
             traced = trace(subject, rows, length, after_others=False, layers=layers)
-            events = deep_events(traced.events, placeholders_for_offloaded)
+            events = deep_events(traced.events, stand_ins)
             if events is None:
                 return None
             found.append((rows, events))
-        weights_bytes, trained = weights_of(subject.model, layers, [layers[i] for i in placeholders_for_offloaded])
+        weights_bytes, trained = weights_of(subject.model, layers, [layers[i] for i in stand_ins])
         return Deep(*found, weights_bytes, trained, traced.compiled_bytes)
 
     @functools.cached_property

@@ -114,10 +114,8 @@ def estimate_of(subject: EstimatedStep, step: Step, held: AdditionalMemory, devi
 
 
 def _kept_blocks(kept: Mapping[str, int], weights: Sequence[nn.Parameter], trained: TrainableWeights) -> list[int]:
-    """Return the sizes of the blocks that are kept for each weight; two moments of a weight are two blocks.
-
-    ``kept``: bytes that are kept for all weights together, by part.
-    """
+    """Return the sizes of the blocks that are kept for each weight (two moments of a weight are two blocks) from
+    ``kept``, the bytes that are kept for all weights together, by part."""
     share = {part: size_bytes / max(1, trained.size_bytes) for part, size_bytes in kept.items()}
     blocks = []
     for weight in weights:
@@ -251,8 +249,7 @@ def traced_subject(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes)
 
 
 def _card_bytes(job: Job) -> Optional[int]:
-    """Return the bytes that training may use on its GPU; ``memory_limit_gb`` is applied here, because the allocator's
-    limit is set only later, by the trainer."""
+    """Return the bytes that training may use on its GPU, within ``memory_limit_gb``, which is set only later."""
     of_card, limit_gb = usable_gpu_bytes(job.training.device), job.memory.memory_limit_gb
     return of_card if of_card is None or limit_gb is None else min(of_card, int(limit_gb * 2**30))
 

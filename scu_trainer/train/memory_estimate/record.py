@@ -56,9 +56,7 @@ class RunEstimate:
         with_limit = f"{line}; {format_bytes(self.limit_bytes)} of main memory are available"
         if self.estimate.fits(self.limit_bytes):
             return f"{with_limit}, and larger micro-batches would not fit"
-        return (
-            f"{with_limit}, and the system kills a process that takes more: scu-trainer plan suggests smaller settings"
-        )
+        return f"{with_limit}, and the system kills what takes more: scu-trainer plan suggests settings that take less"
 
     def as_dict(self, measured_bytes: Optional[int]) -> dict[str, Any]:
         """Return the record for scu_metrics.json. ``measured_bytes``: peak of the run's steps above the memory in use

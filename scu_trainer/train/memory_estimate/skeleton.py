@@ -68,9 +68,9 @@ class _UnpackedProduct(torch.autograd.Function):
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a copy of a loaded ``model``, including all its modifications, with fake weights."""
     with mode:
-        placeholders_for_offloaded = {id(module): _stand_in(module) for _, module in quantized_modules(model)}
+        stand_ins = {id(module): _stand_in(module) for _, module in quantized_modules(model)}
     with FakeCopyMode(mode):
-        copied = copy.deepcopy(model, placeholders_for_offloaded)
+        copied = copy.deepcopy(model, stand_ins)
     with mode:
         _move_to_cpu(copied)  # stand-ins and inputs are there; quantized models are loaded on a GPU
     return copied

@@ -49,7 +49,7 @@ class Check:
 
 
 def percent(share: float) -> str:
-    """Format a share: 0.42 as "42%", 0.0042 as "0.42%", and 0.995 or more as "over 99%"."""
+    """Format a share: 0.42 as "42%", 0.0042 as "0.42%", and from 0.995 to below 1 "over 99%"."""
     if 0.995 <= share < 1:
         return "over 99%"
     return f"{share:.0%}" if share >= 0.1 or share == 0 else f"{100 * share:.2g}%"

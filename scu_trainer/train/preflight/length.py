@@ -104,10 +104,10 @@ def rows_per_step(job: Job) -> int:
 
 def _check_batches(job: Job, rows: int) -> Iterator[Finding]:
     training, wanted = job.training, rows_per_step(job)
-    take_over_now = training.train_batch_size * training.world_size
+    rows_at_once = training.train_batch_size * training.world_size
     where = "per_device_train_batch_size, gradient_accumulation_steps"
-    if training.dataloader_drop_last and rows < take_over_now:
-        yield NO_FULL_BATCH.found(f"{rows:,} training rows fill no batch of {take_over_now:,}", "dataloader_drop_last")
+    if training.dataloader_drop_last and rows < rows_at_once:
+        yield NO_FULL_BATCH.found(f"{rows:,} training rows fill no batch of {rows_at_once:,}", "dataloader_drop_last")
     elif wanted >= rows:
         how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} x {training.world_size} ranks"
         yield BATCH_EXCEEDS_ROWS.found(f"a step takes {wanted:,} rows ({how}), and there are {rows:,}", where)

@@ -58,15 +58,15 @@ def _rows_trained_per_epoch(job: Job, rows: Optional[int]) -> Optional[int]:
     data loaders of the stock Trainer drop the last batches, or fill them with repeated rows.
     """
     training, launched = job.training, job.training.accelerator_config
-    take_over_now = training.train_batch_size * training.world_size
+    rows_at_once = training.train_batch_size * training.world_size
     if not rows or launched.split_batches or launched.dispatch_batches:
         return rows
     if job.acting_curriculum is not None:
         batches = -(-rows // training.train_batch_size)
         return max(rows, -(-batches // training.world_size) * training.world_size)
     if training.dataloader_drop_last:
-        return rows // take_over_now * take_over_now
-    return -(-rows // take_over_now) * take_over_now if training.world_size > 1 and launched.even_batches else rows
+        return rows // rows_at_once * rows_at_once
+    return -(-rows // rows_at_once) * rows_at_once if training.world_size > 1 and launched.even_batches else rows
 
 
 def _steps_text(
@@ -74,9 +74,9 @@ def _steps_text(
 ) -> tuple[str, float]:
     """Return (a text about steps, rows and epochs; the mean number of rows per step).
 
-    ``rows``: rows of an epoch, None if not known. ``shown``: how many rows an epoch trains on, including repeated ones;
-    None: all, once each. A step never continues into the next epoch: the last step of an epoch has the remaining rows,
-    or the last steps share them if each of the ``ranks`` needs some.
+    ``rows``: rows of an epoch, None if not known. ``trained_rows``: how many rows an epoch trains on, repeated ones
+    included; None: all, once each. A step never continues into the next epoch: the last step of an epoch has the
+    remaining rows, or the last steps share them if each of the ``ranks`` needs some.
     """
     what = f"{steps:,} steps of {per_step:,} rows ({how})"
     if not rows:

@@ -1,7 +1,5 @@
-"""Checks of memory and disk that count only what is known exactly: weights, gradients and optimizer states.
-
-Activations need additional memory, so these checks find only jobs that certainly do not fit.
-"""
+"""Checks of memory and disk by what is known exactly: weights, gradients and optimizer states. Activations come on
+top, so these checks find only jobs that certainly do not fit."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def before_training(
 
 
 def state_bytes(job: Job, model: nn.Module) -> int:
-    """Return the bytes of the optimizer state, as a lower bound; 0 if unknown or if it can be outside of memory."""
+    """Return the bytes of the optimizer state, as a lower bound; 0 if unknown or if it can move elsewhere."""
     weights = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
     return optimizer_bytes.state_bytes(optimizer_name(job), trained_bytes(model), weights)
 
@@ -100,5 +98,5 @@ def _checkpoint_count(job: Job, steps: int, rows: Optional[int]) -> int:
     training = job.training
     if training.save_strategy == "steps":
         return math.ceil(steps / interval(training.save_steps, steps))
-    epochs = math.ceil(steps / job.steps_of_epoch(rows)) if rows else 1  # max_steps may end the run earlier
+    epochs = math.ceil(steps / job.steps_of_epoch(rows)) if rows else 1  # max_steps may end the run in an epoch
     return epochs if training.save_strategy == "epoch" else 0

@@ -75,8 +75,8 @@ FEWEST_ENDS, FEWEST_DOCUMENTS = 3, 20
 DOUBLED_SHARE, UNKNOWN_SHARE, REPEATED_SHARE, NO_TEXT_SHARE = 0.5, 0.1, 0.2, 0.9
 ENDS_PER_DOCUMENT = 1.5
 SMALLEST_VOCABULARY_SHARE = 0.7
-"""Smallest usual ratio of tokens to embeddings. The number of embeddings is often rounded up, to a multiple of 64 or by
-a sixth, but never by half."""
+"""Smallest usual ratio of tokens to embeddings, whose number is often rounded up, to a multiple of 64 or by a sixth,
+but never by half."""
 
 
 def before_training(job: Job, parts: TrainingComponents, facts: TokenCounts) -> Iterator[Finding]:

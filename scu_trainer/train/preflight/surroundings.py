@@ -122,10 +122,8 @@ def _check_best_metric(job: Job) -> Iterator[Finding]:
         return
     name = training.metric_for_best_model.removeprefix("eval_")
     smallest = EvalPrediction(predictions=numpy.ones((1, 2)), label_ids=numpy.zeros((1, 1)))
-    available = [
-        *STOCK_FIGURES,
-        *job.kind.compute_metrics(smallest),
-    ]  # without the prefix eval_; the metrics of the task come last
+    # Without the prefix eval_; the metrics of the task come last.
+    available = [*STOCK_FIGURES, *job.kind.compute_metrics(smallest)]
     if name not in available:
         what = f"an evaluation returns {', '.join(available)}, but not {name}"
         other = next((name for name in LARGER_IS_BETTER if name in available), available[-1])
@@ -178,8 +176,8 @@ def _check_inodes(output_dir: Path) -> Iterator[Finding]:
 
 
 def missing_wandb_login() -> Optional[str]:
-    """Return why wandb would end the run; None if it would not, if it asks at the terminal, or if this version of wandb
-    does not allow finding out."""
+    """Return why wandb would end the run; None if it would not, if it asks at the terminal, or if this version of it
+    does not tell."""
     if importlib.util.find_spec("wandb") is None:
         return None
     import wandb

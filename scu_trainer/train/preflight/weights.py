@@ -180,8 +180,7 @@ def _check_number_formats(job: Job, model: nn.Module) -> Iterator[Finding]:
 
 @torch.no_grad()
 def _share_of_lost_updates(trained: list[nn.Parameter], step: float) -> Optional[float]:
-    """Return the share of the bfloat16 weights, in a sample, that a step of this size cannot change; None if there are
-    no such weights."""
+    """Return the share of a sample of the bfloat16 weights that this step cannot change; None without such weights."""
     narrow = [p for p in trained if p.dtype == torch.bfloat16]
     each = ROUNDING_WEIGHTS // max(1, len(narrow))
     taken = [p.detach().flatten()[:each].float().abs() for p in narrow]
@@ -239,8 +238,8 @@ def _check_rate(job: Job, model: nn.Module) -> Iterator[Finding]:
 
 
 def usual_rates(job: Job, weights: int) -> tuple[float, float]:
-    """Return the learning rates at which a warning starts, below and above. The range is wide, because schedules and
-    batch sizes differ."""
+    """Return (rate at or below which to warn, rate at or above which to warn). The range is wide, because schedules
+    and batch sizes differ."""
     name = optimizer_name(job)
     is_scratch = job.task.task != TEXT and job.model.model_name_or_path is None
     if is_plain_gradient(name):

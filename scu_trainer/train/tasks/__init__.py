@@ -1,5 +1,4 @@
-"""One module per task: how to load its model and data, and how to score held-out rows. The training loop is the same
-for all tasks."""
+"""One module per task: how to load its model and data, and to score held-out rows. All share the training loop."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def print_data_summary(console: Console, data: Any) -> None:
 
 
 def seed_before_model(job: Job) -> Optional[int]:
-    """Seed the random number generators for the new model, and return the memory in use before it is loaded (see
-    costs.py)."""
+    """Seed the random numbers for the new model, and return the memory in use before it is loaded (see costs.py)."""
     set_seed(job.training.seed)
     return bytes_before_model(job.training.device)
 
@@ -60,7 +59,7 @@ def tuned_components(
     if data.eval is None and job.training.eval_strategy != "no":
         raise DataError(
             f"eval_strategy is {job.training.eval_strategy.value}, but {job.data.shown_dataset} has no held-out "
-            "documents; raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
+            "data; raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
         )
     model = _prepared_for_tuning(model, settings, job, console, adapters)
     averaged = job.efficiency.ema_decay is not None
@@ -88,8 +87,7 @@ def require_same_as_student(teacher: str, teacher_value: Any, student_value: Any
 
 
 def checkpoints_activations(job: Job) -> bool:
-    """Whether activation checkpointing is on, by checkpoint_every_layer or by the stock setting, which some families do
-    not support."""
+    """Whether activation checkpointing is on, by our setting or by the stock one, which fails for some families."""
     return job.model.checkpoint_every_layer or bool(job.training.activation_checkpointing)
 
 
@@ -101,9 +99,8 @@ def _prepared_for_tuning(
     model = prepare_for_tuning(model, settings, adapters)
     if is_adapter(Path(settings.model_name_or_path or "").expanduser()):
         adapter = active_config(model)
-        kind = (
-            f"rank {adapter.r}" if adapter.peft_type in ("LORA", "VERA") else adapter.peft_type.value
-        )  # IA3 has no rank
+        # IA3, for example, has no rank.
+        kind = f"rank {adapter.r}" if adapter.peft_type in ("LORA", "VERA") else adapter.peft_type.value
         origin = f"{settings.model_name_or_path}: {kind}, of {adapter.base_model_name_or_path}"
         console.print(f"continues training the adapter {origin}", soft_wrap=True)
     trainable = sum(weight_count(p) for p in model.parameters() if p.requires_grad)

@@ -135,8 +135,8 @@ def _prepared_data(
     order = () if classes or model.model_name_or_path is None else known_classes(model)
     source = find_images(data, own, cache_dir, classes, order=order)
     view = view_of(model, own, lambda: natural_size(source))
-    kind = PixelFormat(view.processor, view.channels, view.size)
-    prepared = prepare_images(source, kind, data, seed=seed, cache_dir=cache_dir)
+    pixel_format = PixelFormat(view.processor, view.channels, view.size)
+    prepared = prepare_images(source, pixel_format, data, seed=seed, cache_dir=cache_dir)
     if view.is_new:
         view.processor.image_mean, view.processor.image_std = pixel_statistics(prepared.train)
     require_stock_pixels(view.processor, view.channels, partial(fixed_pixels, processor=view.processor))
@@ -163,8 +163,7 @@ def _adapter_plan(model: torch.nn.Module) -> AdapterPlan:
 
 
 def _require_rows_for_statistics(model: torch.nn.Module, view: View, job: Job) -> None:
-    """Raise SettingsError for batches of one image if BatchNorm acts on feature maps of 1 x 1, from which it then
-    learns nothing."""
+    """Raise SettingsError for batches of one image if BatchNorm acts on maps of 1 x 1: it would learn nothing."""
     training = job.training
     rows_at_once = training.per_device_train_batch_size
     if job.memory.acts:  # a micro-batch can contain rows of several batches of a step

@@ -1,5 +1,4 @@
-"""The default of packing: documents are packed into rows if the model isolates them, otherwise each gets its own
-row."""
+"""The default of packing: documents are packed if the model isolates them, otherwise each gets its own row."""
 
 from __future__ import annotations
 

@@ -262,8 +262,7 @@ class SensorTask:
 
 
 def own_of(config: Optional[TridentConfig], own: SensorSettings) -> SensorSettings:
-    """Return ``own`` with the branches and the report head of a trained model. Raises ModelError if other branches are
-    requested."""
+    """Return ``own`` with branches and report head of a trained model. Raises ModelError if others are requested."""
     has_reports = own.report_head or known_report_words(config) is not None
     return replace(own, branches=branches_of(config, own), report_head=has_reports)
 
