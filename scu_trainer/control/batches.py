@@ -110,8 +110,7 @@ def _filled_pool(pool: np.ndarray, lengths: np.ndarray, budget_tokens: Optional[
 
 
 def _even_ends(tokens: Sequence[int], most_batches: int) -> list[int]:
-    """Return the ends for the smallest budget that needs at most ``most_batches`` micro-batches, because with a larger
-    one the last micro-batch could be tiny."""
+    """Return the ends for the smallest budget with at most ``most_batches`` batches: else the last could be tiny."""
     budgets = range(1, tokens[0] * len(tokens) + 1)
     smallest = bisect.bisect_left(budgets, True, key=lambda budget: len(_ends(tokens, budget)) <= most_batches)
     return _ends(tokens, budgets[smallest])

@@ -16,15 +16,13 @@ SOLVED_AT = 0.93
 """Confidence of the two-sided interval whose upper end must stay within the budget.
 
 The share is chosen on some documents and the verdict is given on as many others, so their difference has sqrt(2) times
-the standard error of each. A margin of 1.28 x sqrt(2) = 1.81 standard errors lets nine of ten verdicts keep the
-budget."""
+the standard error of each. With a margin of 1.28 x sqrt(2) = 1.81 standard errors, nine of ten verdicts keep it.
+"""
 
 
 def largest_share(cost: Callable[[float], float], budget: float) -> float:
     """Return the largest tried share in [0, 1] with ``cost(share) <= budget``; 0 if no tried share keeps the budget.
-
-    Raises ValueError for a budget below 0, which even share 0 would exceed.
-    """
+    Raises ValueError for a budget below 0, which even share 0 exceeds."""
     if not budget >= 0:
         raise ValueError(f"the budget is {budget}; it must be 0 or more")
     if cost(1.0) <= budget:

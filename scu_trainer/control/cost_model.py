@@ -80,8 +80,7 @@ class CostModel:
     observations: tuple[Observation, ...] = ()
 
     def observe(self, tokens: int, quadratic: int, bytes_: int) -> CostModel:
-        """Return the model with one more observation. A micro-batch that took 0 bytes is ignored: it fitted into memory
-        that the process already held."""
+        """Return the model with one more observation. One of 0 bytes, which fitted into held memory, is ignored."""
         newest = Observation(tokens, quadratic, bytes_)
         if min(tokens, quadratic, bytes_) <= 0 or newest in self.observations:
             return self
@@ -115,8 +114,7 @@ class CostModel:
         return min(LARGEST_SHORTFALL, max([0.0, *excess]))
 
     def predict(self, tokens: int, quadratic: int) -> Optional[float]:
-        """Return the predicted bytes of a micro-batch, without margin; None without a fit, or if the micro-batch is far
-        larger than all observed ones."""
+        """Return the predicted bytes of a micro-batch, without margin; None without a fit or far beyond it."""
         if self.coefficients is None or tokens > self._tokens_in_reach or quadratic > self._quadratic_in_reach:
             return None
         return self.coefficients.bytes_of(tokens, quadratic)
@@ -173,11 +171,8 @@ class CostModel:
 
 
 def _most_diverse(observations: list[Observation]) -> list[Observation]:
-    """Return at most CAPACITY observations. The older one of the two most similar observations is dropped, so that many
-    similar ones never displace the rest.
-
-    ``observations``: oldest first.
-    """
+    """Return at most CAPACITY of ``observations`` (oldest first), without the older one of the two most similar, so
+    that many similar ones never displace the rest."""
     if len(observations) <= CAPACITY:
         return observations
     by_size = sorted(range(len(observations)), key=lambda i: observations[i].shape)

@@ -139,9 +139,7 @@ def remaining_plan(
     old: EpochPlan, done_micro_batches: int, world: int, config: CurriculumConfig, lengths: np.ndarray, seed: int
 ) -> EpochPlan:
     """Return the plan of the rest of an interrupted epoch, for another number of ranks or rows per micro-batch.
-
-    ``done_micro_batches`` of the ``old`` plan were delivered, over all ranks. Raises ValueError if nothing is left.
-    """
+    ``done_micro_batches`` of the ``old`` plan were delivered, over all ranks. Raises ValueError if nothing is left."""
     start = int(old.batches.ends[done_micro_batches - 1]) if done_micro_batches else 0
     done, rest = np.split(old.batches.order, [start])
     left = rest[np.sort(np.unique(rest, return_index=True)[1])]  # each row once, repeated ones too
@@ -183,10 +181,8 @@ def reselected_plan(
 
 
 def warmup_limit(config: CurriculumConfig, step: int, max_steps: int, longest: int) -> Optional[int]:
-    """Return the tokens per row that sequence-length warm-up allows at ``step`` (from 0); None once it has ended.
-
-    The limit grows linearly from ``config.warmup_start_tokens`` to ``longest`` (Li et al. 2022, arXiv 2108.06084).
-    """
+    """Return the tokens per row that sequence-length warm-up allows at ``step`` (from 0); None once it has ended. They
+    grow linearly from ``config.warmup_start_tokens`` to ``longest`` (Li et al. 2022, arXiv 2108.06084)."""
     warmup_steps = config.warmup_share * max_steps
     if step >= warmup_steps or longest <= config.warmup_start_tokens:
         return None

@@ -33,10 +33,7 @@ STATE_TYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The statistics of all samples at one moment, from which an epoch is planned.
-
-    All arrays have the shape (samples,) and are read-only.
-    """
+    """The statistics of all samples at one moment, from which an epoch is planned: read-only arrays (samples,)."""
 
     scores: np.ndarray
     """float32, nats; NaN where no finite loss was seen."""
@@ -102,8 +99,7 @@ class Difficulty:
         self.last_epoch[ids] = np.maximum(self.last_epoch[ids], epoch)
 
     def stale(self, epoch: int) -> np.ndarray:
-        """Return a mask, shape (samples,), of the samples that were seen, but not for more than ``window_epochs``
-        epochs, and that are not quarantined."""
+        """Return a mask (samples,): not quarantined, seen, but not for more than ``window_epochs`` epochs."""
         return (self.last_epoch >= 0) & (epoch - self.last_epoch > self.window_epochs) & ~self.quarantined
 
     def quantiles(self) -> dict[str, Optional[float]]:

@@ -126,11 +126,8 @@ class Decision:
 
 
 def pressure(config: SizerConfig, limit_bytes: int, peak_bytes: int) -> Pressure:
-    """Return how full memory was at the peak.
-
-    critical: less than the garbage-collection threshold was free; high: above the target; moderate: within the deadband
-    below the target; low: below the deadband.
-    """
+    """Return how full memory was at the peak. critical: less was free than the collection threshold; high: above the
+    target; moderate: in the deadband below the target; low: below the deadband."""
     free_bytes = limit_bytes - peak_bytes
     if free_bytes < config.gc_threshold_of(limit_bytes):
         return "critical"

@@ -53,8 +53,7 @@ SAFE_SHARE_OF_FAILED = 0.75
 """Largest share of a size that ran out of memory to which the cap grows, as long as ``_blocked_tokens`` applies."""
 
 URGENT_GROWTH = 1.5
-"""The cap grows after ``patience_steps`` if it can grow by at least this factor. Smaller growth gains little and its
-cause may be noise, so it waits longer."""
+"""Growth by this factor or more waits ``patience_steps``; less gains little, may come from noise, and waits longer."""
 
 LONG_PATIENCE = 8
 """Growth by less than URGENT_GROWTH waits this many times ``patience_steps``."""
@@ -108,8 +107,7 @@ def after_oom(
 
 
 def fitting_tokens(config: SizerConfig, state: SizerState, room_bytes: float, length: int) -> Optional[int]:
-    """Return how many padded tokens, in rows of ``length``, fit in ``room_bytes`` with the safety margin; None if the
-    cost model cannot tell yet."""
+    """Return the padded tokens, in rows of ``length``, that fit in ``room_bytes`` with the margin; None if unknown."""
     fit = state.cost.largest_tokens(room_bytes, length, config.margin)
     blocked = None if fit is None else _blocked_tokens(config, state, room_bytes, fit)
     return fit if fit is None or blocked is None else int(min(fit, blocked))
@@ -270,9 +268,7 @@ def _predicted_fit(config: SizerConfig, state: SizerState, measurement: MemoryMe
 
 def _proportional_fit(measurement: MemoryMeasurement, error: float) -> float:
     """Return the cap that meets the aim if the bytes above the use between steps are proportional to the tokens.
-
-    Growing to it is safe: if part of these bytes is constant, a larger micro-batch takes less than assumed.
-    """
+    Growing to it is safe: if part of these bytes is constant, a larger micro-batch takes less than assumed."""
     above_bytes = measurement.peak_bytes - measurement.used_bytes
     if above_bytes <= 0:
         return math.inf
@@ -311,8 +307,7 @@ def _blocked_tokens(config: SizerConfig, state: SizerState, room_bytes: float, f
 
 
 def _with_proven_size(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement) -> SizerState:
-    """Remember the largest ceiling that micro-batches reached without pressure, and the smallest free memory in which
-    they did."""
+    """Remember the largest ceiling that micro-batches reached without pressure, and the least free memory for it."""
     ceiling, room_bytes = measurement.ceiling_tokens, measurement.room_bytes
     if ceiling < state.proven_tokens or measurement.largest_micro_batch_tokens < (1.0 - config.deadband) * ceiling:
         return state

@@ -115,8 +115,7 @@ def logit(s: float) -> float:
 
 
 def shrink_fraction(config: ControllerConfig, state: ControllerState, learning_rate: float) -> float:
-    """Return the fraction u of (w - w0) that the decoupled actuator removes in one optimizer step at this learning
-    rate; 0 for another actuator."""
+    """Return the fraction u of (w - w0) that the decoupled actuator removes per step; 0 for another actuator."""
     if config.actuator != "decoupled":
         return 0.0
     return min(state.lam * learning_rate, config.max_shrink)
@@ -234,11 +233,8 @@ _LAWS: dict[str, Callable[[ControllerConfig, ControllerState, Measurement], Cont
 
 
 def observe_held_out(config: ControllerConfig, state: ControllerState, held_out_bpt: float) -> ControllerState:
-    """Return the state after an evaluation with ``target_s: auto``.
-
-    S grows freely until the held-out bits per token have been above their best value in ``auto_patience`` evaluations
-    in a row. From then on the S of the best evaluation is the target.
-    """
+    """Return the state after an evaluation with ``target_s: auto``: S grows freely until the held-out bits per token
+    have been above their best ``auto_patience`` times in a row; then the S of the best evaluation is the target."""
     if not math.isfinite(held_out_bpt) or state.s_ema is None:
         return state
     if state.best_held_out_bpt is None or held_out_bpt < state.best_held_out_bpt:

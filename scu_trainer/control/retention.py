@@ -43,8 +43,7 @@ PATIENCE = 4
 """A level whose slope leads back to the budget within this many measurements does not count as exceeding it."""
 
 COST = 0.016
-"""Planned share of the training time for measuring. The documented limit is 2 %; the difference covers the error of
-timing only a few steps."""
+"""Planned share of the training time for measuring: below the documented 2 %, because few steps are timed."""
 
 MEASUREMENTS = 16
 """Number of measurements of a run, if the rows of each measurement can be chosen."""
@@ -106,8 +105,7 @@ class RetentionState:
 
     @property
     def is_lost(self) -> bool:
-        """Whether full effort fails to keep the budget, because the training text contradicts the anchor text or the
-        learning rate is too high."""
+        """Whether full effort fails: the training text contradicts the anchor text, or the learning rate is high."""
         return self.over >= LOST_AFTER
 
     def to_dict(self) -> dict[str, Any]:
@@ -163,8 +161,7 @@ def _kalman_update(config: RetentionConfig, state: RetentionState, measurement: 
 
 
 def _estimated_growth(state: RetentionState) -> float:
-    """Return the growth without effort: the present slope over the share that the effort leaves, or the slowly falling
-    earlier estimate if that is larger."""
+    """Return the growth without effort: slope over the share left by the effort, at least SLOW_FALL of the last one."""
     return max(max(0.0, state.slope_bits) / max(1.0 - state.effort, 0.2), SLOW_FALL * state.growth_bits)
 
 

@@ -62,10 +62,8 @@ def without_quarantined(snapshot: Snapshot, ids: np.ndarray) -> Selection:
 def noise_guard(
     snapshot: Snapshot, ids: np.ndarray, config: CurriculumConfig, epoch: int, rng: np.random.Generator
 ) -> Selection:
-    """Leave out rows that look wrong (see ``noise.py``), at most ``config.guard_max_fraction`` of all rows.
-
-    Each epoch readmits ``config.guard_readmit`` of the excluded rows, longest unseen first, to renew their scores.
-    """
+    """Leave out rows that look wrong (see ``noise.py``), at most ``config.guard_max_fraction`` of all rows. Each epoch
+    readmits ``config.guard_readmit`` of the excluded rows, longest unseen first, to renew their scores."""
     suspects, spared = noise.suspects(snapshot, ids, config)
     cap = min(int(config.guard_max_fraction * ids.size), max(0, ids.size - 1))
     excluded = suspects[:cap]
@@ -84,11 +82,8 @@ def infobatch(
     epochs: Optional[float],
     rng: np.random.Generator,
 ) -> Selection:
-    """Leave out each row below the mean score with probability r = ``config.prune_ratio``.
-
-    The remaining rows below the mean get the weight 1 / (1 - r), which keeps the expected sum of losses. The first
-    epoch and the last epochs include all rows.
-    """
+    """Leave out each row below the mean score with probability r = ``config.prune_ratio``; the other rows below it get
+    the weight 1 / (1 - r), which keeps the expected sum of losses. The first and the last epochs include all rows."""
     scores = snapshot.scores[ids]
     known = ~np.isnan(scores)
     if epoch == 0 or _in_final_epochs(config, epoch, epochs) or not known.any():
@@ -139,19 +134,15 @@ def acmds(
 
 
 def difficulty_target(config: CurriculumConfig, epoch: int, epochs: Optional[float], availability: float) -> float:
-    """Return the quantile of difficulty, 0 to 1, around which ``acmds`` selects: linear in the epochs, times the free
-    share of memory.
-
-    If the number of epochs is not known, the progress approaches 1 within a few windows.
-    """
+    """Return the quantile of difficulty, 0 to 1, around which ``acmds`` selects: linear in the epochs (approaching 1 in
+    a few windows if their number is not known), times the free share of memory."""
     last = None if epochs is None else math.ceil(epochs) - 1
     progress = epoch / (epoch + config.window_epochs) if last is None else min(1.0, epoch / max(1, last))
     return (FIRST_TARGET + (1 - FIRST_TARGET) * progress) * availability
 
 
 def _longest_unseen(snapshot: Snapshot, ids: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the share of ``ids`` that was not seen for the longest time: at least one, because otherwise the few
-    suspects of a small dataset would never be seen again."""
+    """Return the longest unseen ``share`` of ``ids``, at least one: a small dataset would never see suspects again."""
     rows = math.ceil(share * ids.size - 1e-9)
     return ids[np.lexsort((rng.random(ids.size), snapshot.last_epoch[ids]))][:rows]
 
@@ -206,8 +197,7 @@ def _rows_per_stratum(strata: list[np.ndarray], overdue_rows: list[int], slots: 
 def _rows_summing_to(
     slots: int, least: np.ndarray, sizes: np.ndarray, base: np.ndarray, kernel: np.ndarray
 ) -> list[int]:
-    """Return ``clip(base + height * kernel, least, sizes)`` in whole rows, with the height at which they sum to
-    ``slots``."""
+    """Return ``clip(base + height * kernel, least, sizes)`` in whole rows, with the height for the sum ``slots``."""
     low, high = 0.0, float(sizes.sum()) / float(kernel.min()) + 1.0
     for _ in range(100):
         height = (low + high) / 2

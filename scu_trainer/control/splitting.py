@@ -31,8 +31,7 @@ Rounding up adds 1/32 of the tokens on average and 1/16 at most, which costs les
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """A micro-batch. ``rows``: positions in the pool, by ascending length. ``length``: tokens of its longest row, to
-    which all its rows are padded."""
+    """``rows``: positions in the pool, by ascending length. ``length``: tokens to which all are padded."""
 
     rows: tuple[int, ...]
     length: int
@@ -145,10 +144,8 @@ def _micro_batch_cost(ascending: Sequence[int], token_cap: Optional[int]) -> int
 
 
 def _cheapest_ends(lengths: Sequence[int], limits: Sequence[int], min_rows: int, micro_batch_cost: int) -> list[int]:
-    """Return the ends of the micro-batches of the cheapest division of the ascending ``lengths``.
-
-    ``limits``: for each position, the most rows of a micro-batch whose longest row is at that position.
-    """
+    """Return the ends of the micro-batches of the cheapest division of the ascending ``lengths``. ``limits``: for each
+    position, the most rows of a micro-batch whose longest row is there."""
     count = len(lengths)
     runs = _run_ends(lengths)
     # More than any division costs, so a last micro-batch exceeds its bound only if there is no alternative.

@@ -1,5 +1,4 @@
-"""Settings that make training cheaper or show its cost. Those that change training are off by default, unless a task
-has another default."""
+"""Settings that make training cheaper or show its cost. Those that change it are off, but for defaults of a task."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 GIVES_WAY = ("linear", "constant", "constant_with_warmup")
-"""Values of ``lr_scheduler_type`` that are allowed with lr_step_size and lr_milestones: the default, and those that are
-constant."""
+"""Values of ``lr_scheduler_type`` allowed with lr_step_size and lr_milestones: the default, and constant ones."""
 
 ALLOWED = {
     "ema_decay": Allowed(above=0, below=1),

@@ -21,8 +21,7 @@ OF_ADAPTERS = (
 )
 PATTERNS = ("trainable_parameters", "frozen_parameters")
 MUTATING = ("olora", "pissa", "loftq", "corda", "lora_ga")
-"""Initializations that subtract the initial adapter from the base weights, also at each load, where they must compute
-the same values again."""
+"""Initializations that subtract the initial adapter from the base weights, at each load again, with equal results."""
 
 ALLOWED = {
     "lora_r": Allowed(least=1),

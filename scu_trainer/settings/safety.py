@@ -157,8 +157,7 @@ def _steps_between(values: Mapping[str, Any], given: Collection[str]) -> float:
 def _require_checkpoint_of_best(
     evaluates: str, saves: str, eval_steps: Optional[float], save_steps: Optional[float]
 ) -> None:
-    """Require a checkpoint at each evaluation, because the stock Trainer forgets a best model between two checkpoints
-    and silently keeps another one."""
+    """Require a checkpoint at each evaluation: the stock Trainer silently forgets a best model between checkpoints."""
     require(
         evaluates != "no",
         "early_stopping_patience needs evaluations, but eval_strategy is no; set eval_strategy: steps or epoch, or "

@@ -65,8 +65,7 @@ TEXT_MODES: dict[str, dict[str, object]] = {
         "max_steps": -1,
     },
 }
-"""Named groups of values. ``max_steps`` of -1 trains for the epochs, and None means no limit. Modes do not change the
-model and its tuning."""
+"""Named groups of values, without model and tuning. ``max_steps`` -1 trains for the epochs; None means no limit."""
 
 
 @dataclass(frozen=True)

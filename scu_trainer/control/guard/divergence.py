@@ -64,11 +64,8 @@ class DivergenceState:
 
 
 def observe(factor: float, state: DivergenceState, *, step: int, steps: int, loss: float) -> DivergenceState:
-    """Return the state after a logged loss; a loss that is not finite is ignored.
-
-    ``factor``: above 1; a running mean of ``factor`` times the best one counts as divergence. ``loss``: the mean over
-    the ``steps`` steps that end with number ``step``.
-    """
+    """Return the state after a logged loss; one that is not finite is ignored. ``factor``: above 1; this many times the
+    best running mean counts as divergence. ``loss``: mean over the ``steps`` steps that end with ``step``."""
     if not (math.isfinite(loss) and steps > 0):
         return state
     state = _averaged(state, step, steps, loss)

@@ -35,21 +35,16 @@ QUARTILE, TO_SIGMA = 0.75, 0.6745
 """A quantile, and its distance from the median of a normal distribution in standard deviations."""
 
 MOST_IN_A_ROW = 3
-"""Largest number of consecutive spikes; the next one counts as a new level, for example of other data or another
-learning rate."""
+"""Most consecutive spikes; the next one counts as a new level, such as that of other data or another learning rate."""
 
 FLOORS = {"loss": 0.05, "gradient": 0.1}
-"""Lower bound on the standard deviation of the logarithms, so that a tiny increase is not a spike in a run of nearly
-equal steps."""
+"""Lower bound on the standard deviation of the logarithms: among nearly equal steps, a tiny increase is no spike."""
 
 
 @dataclass(frozen=True)
 class SpikeState:
-    """State of the detector; JSON-safe.
-
-    ``losses``, ``norms``: logarithms of the newest SPAN steps that were not spikes, oldest first. ``in_a_row``: number
-    of consecutive spikes up to now. ``shifts``: how often the band has started over.
-    """
+    """State of the detector; JSON-safe. ``losses``, ``norms``: logarithms of the newest SPAN steps without spikes, the
+    oldest first. ``in_a_row``: consecutive spikes up to now. ``shifts``: how often the band has started over."""
 
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
@@ -89,11 +84,8 @@ class Verdict:
 
 
 def observe(threshold: float, state: SpikeState, *, loss: float, norm: float) -> tuple[SpikeState, Verdict]:
-    """Return the state and the verdict after one optimizer step.
-
-    ``threshold``: upper end of the band, in standard deviations above the median. ``loss``, ``norm``: finite; the norm
-    is that of the gradient before clipping.
-    """
+    """Return (state, verdict) after one optimizer step. ``threshold``: upper end of the band, in standard deviations
+    above the median. ``loss``, ``norm``: finite; the norm is that of the gradient before clipping."""
     excesses = (_excess("loss", loss, state.losses), _excess("gradient", norm, state.norms))
     worst = max((item for item in excesses if item is not None), key=lambda item: item.deviations, default=None)
     if worst is None or worst.deviations <= threshold:

@@ -22,8 +22,7 @@ ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generat
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. ``row``: number of the held-out row. ``token_ids``: the prompt. ``reference_ids``: the tokens that
-    follow it in the row."""
+    """``row``: number of the held-out row. ``token_ids``: the prompt. ``reference_ids``: what follows it in the row."""
 
     row: int
     token_ids: tuple[int, ...]

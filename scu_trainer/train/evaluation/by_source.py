@@ -31,9 +31,8 @@ def scores_by_source(scores: DocumentScores, data: Any) -> dict[str, DocumentSco
 
 
 def metrics_by_source(compute_metrics: Callable[[Any], dict], data: Any) -> Callable[[Any], dict]:
-    """Return a ``compute_metrics`` that adds bpt_NAME for every source of ``data``; the given function if ``data`` is
-    not a mixture. The predictions have shape (rows, 2): nats and predicted tokens, as ``preprocess_logits`` returns
-    them."""
+    """Return a ``compute_metrics`` that adds bpt_NAME for every source of ``data``; the given one if ``data`` is not a
+    mixture. Predictions: (rows, 2), nats and predicted tokens, as ``preprocess_logits`` returns them."""
     if not getattr(data, "sources", ()) or data.eval is None:
         return compute_metrics
     sources = np.asarray(data.eval["document"]) % len(data.sources)
@@ -47,8 +46,7 @@ def _metrics_with_sources(
     tokens: np.ndarray,
     prediction: Any,
 ) -> dict[str, float]:
-    """Return the metrics with those of each source. ``sources``, ``tokens``: source and number of predicted tokens of
-    every held-out row, each of shape (rows,)."""
+    """Add the metrics of each source. ``sources``, ``tokens``: source and predicted tokens of each held-out row."""
     metrics = compute_metrics(prediction)
     rows = prediction.predictions.astype(np.float64)
     if not np.array_equal(rows[:, 1], tokens):  # another sampler, or wrong columns

@@ -19,10 +19,8 @@ ROWS_AT_ONCE = 128
 
 
 def class_scores(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return for each row the loss of its label in nats, and 1 if the label has the largest logit; float32 (rows, 2).
-
-    ``logits``: (rows, classes). ``labels``: (rows,).
-    """
+    """Return float32 (rows, 2): the loss of each label in nats, and 1 if the label has the largest logit. ``logits``:
+    (rows, classes). ``labels``: (rows,)."""
     nats = functional.cross_entropy(logits.float(), labels, reduction="none")
     return torch.stack([nats, (logits.argmax(dim=-1) == labels).float()], dim=1)
 
@@ -53,8 +51,7 @@ def class_and_report_metrics(prediction: Any) -> dict[str, float]:
 
 
 def _report_scores(scores: np.ndarray) -> Optional[DocumentScores]:
-    """Return the scores of the rows with a report, from ``scores`` of shape (rows, 3) or (rows, 0); None if there are
-    no such rows."""
+    """Return the scores of the rows with a report; None without any. ``scores``: (rows, 3) or (rows, 0)."""
     scores = scores[scores[:, 1] > 0] if scores.shape[1] else scores[:0]
     return DocumentScores(scores[:, 0], scores[:, 1].astype(np.int64), scores[:, 2]) if len(scores) else None
 

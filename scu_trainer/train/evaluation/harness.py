@@ -59,11 +59,8 @@ class TaskMetric:
         return self.task, self.metric, self.filter
 
     def interval(self, confidence: float) -> Optional[BootstrapInterval]:
-        """Return the normal approximation: ``value`` plus and minus a normal quantile times ``stderr``.
-
-        Returns None without a standard error, and if it is 0: equal results for all these questions do not prove that
-        other questions would have the same result.
-        """
+        """Return the normal approximation, ``value`` plus and minus a normal quantile times ``stderr``; None without a
+        standard error, and if it is 0, because equal results here do not prove equal results for other questions."""
         if not self.stderr:
             return None
         width = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
@@ -106,11 +103,8 @@ class Harness:
     _generated: dict[str, int] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Load the tasks and their data.
-
-        Raises RequirementError if the package is not installed, SettingsError for an unknown name or a task that cannot
-        run, and DataError if the data cannot be read.
-        """
+        """Load the tasks and their data. Raises RequirementError if the package is not installed, SettingsError for an
+        unknown name or a task that cannot run, and DataError if the data cannot be read."""
         with _quiet_harness():
             self._manager = _task_manager(self.include_path, self.names)
             self.names = [task for name in self.names for task in _matching_tasks(self._manager, name)]
@@ -126,10 +120,8 @@ class Harness:
                         self._aggregations[found.task_name, metric] = rule_name
 
     def ask(self, model: nn.Module, tokenizer: Any, precision: str) -> Iterator[TaskMetric]:
-        """Evaluate ``model`` and yield its metrics. ``precision``: no, bf16 or fp16 autocast.
-
-        Raises ModelError if a task generates text and the model cannot.
-        """
+        """Evaluate ``model`` and yield its metrics. ``precision``: no, bf16 or fp16 autocast. Raises ModelError if a
+        task generates text and the model cannot."""
         if self._generated and (obstacle := generation_obstacle(model)):
             raise ModelError(f"task {next(iter(self._generated))} generates text, but {obstacle}")
         import lm_eval
@@ -159,8 +151,7 @@ class Harness:
         yield from _task_figures(results, self._aggregations)
 
     def _require_room(self, lm: Any) -> None:
-        """Raise SettingsError if a task generates so many tokens that there is no room for a question, with which the
-        harness would fail halfway."""
+        """Raise SettingsError if generated tokens leave no room for a question: the harness would fail halfway."""
         for task, tokens in self._generated.items():
             if tokens >= lm.max_length:
                 raise SettingsError(
@@ -211,16 +202,14 @@ def _require_runnable(task: Any) -> None:
 
 
 def _require_aggregations(task: Any) -> None:
-    """Raise SettingsError for an unknown aggregation, which the harness would accept and fail on only after the last
-    question."""
+    """Raise SettingsError for an unknown aggregation, on which the harness would fail only after the last question."""
     unknown = [metric for metric, rule in task.aggregation().items() if rule is None]
     if unknown:
         raise SettingsError(f"lm_eval does not know the aggregation of {unknown[0]} in task {task.task_name}; use mean")
 
 
 def _generated_token_limit(task: Any) -> dict[str, int]:
-    """Return {task name: most generated tokens} for a task that generates text, else {}. The harness's default is 256
-    tokens."""
+    """Return {task name: most generated tokens} for a task that generates text, else {}; the default is 256."""
     if task.OUTPUT_TYPE != "generate_until":
         return {}
     options = task.config.generation_kwargs or {}

@@ -1,5 +1,4 @@
-"""Held-out bits per token and classification accuracy, per document or sample, with bootstrap intervals and paired
-differences between two models."""
+"""Held-out bits per token and accuracy by document or sample, with bootstrap intervals and paired differences."""
 
 from __future__ import annotations
 
@@ -89,16 +88,13 @@ class BootstrapInterval:
     confidence: float
 
     def over(self, scores: DocumentScores) -> dict[str, Any]:
-        """Return the interval for a file, without bounds if ``scores`` has a single document, which cannot be
-        resampled."""
+        """Return the interval for a file, without bounds if ``scores`` has one document: it cannot be resampled."""
         return {**asdict(self), **({"low": None, "high": None} if len(scores.tokens) < 2 else {})}
 
 
 def bpt_metrics(prediction) -> dict[str, float]:
     """Return token-weighted held-out bits per token, as ``compute_metrics`` of a Trainer with ``preprocess_logits``.
-
-    The stock ``eval_loss`` is a mean over batches that ignores their numbers of tokens.
-    """
+    The stock ``eval_loss`` is a mean over batches that ignores their numbers of tokens."""
     warn_about_nonfinite(prediction.predictions[:, 0], "row")
     nats, tokens = prediction.predictions.astype(np.float64).sum(axis=0)
     bpt = nats / max(tokens, 1.0) / NATS_PER_BIT
@@ -180,8 +176,7 @@ def _batch_scores(path: EvaluationPath, batch: dict[str, torch.Tensor], device: 
 
 
 def _batches_by_length(lengths: Sequence[int], batch_tokens: int) -> Iterator[np.ndarray]:
-    """Yield row numbers in batches of similar length, longest first, so that a batch too large for memory fails at
-    the start."""
+    """Yield row numbers in batches of similar length, longest first, so that one too large for memory fails at once."""
     lengths = np.asarray(lengths)
     order = np.argsort(-lengths, kind="stable")
     start = 0

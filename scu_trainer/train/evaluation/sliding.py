@@ -35,8 +35,7 @@ class Windows:
 
     @property
     def step(self) -> int:
-        """Tokens by which windows really advance: one less than ``max_length`` at most, because a window cannot predict
-        its first token."""
+        """Tokens by which windows advance, below ``max_length``, because a window cannot predict its first token."""
         return min(self.stride, self.max_length - 1)
 
     @property

@@ -201,8 +201,7 @@ class Job:
             require_enough_epochs(self.curriculum, self.training.num_train_epochs)
 
     def check_rows(self, rows: int) -> None:
-        """Raise SettingsError if ``max_steps`` is too small for infobatch with this number of rows. Batches of equal
-        tokens are checked when they are planned."""
+        """Raise SettingsError if ``max_steps`` is too small for infobatch; token-budget batches are checked later."""
         steps, curriculum = self.training.max_steps, self.curriculum
         if "infobatch" in curriculum.methods and steps > 0 and curriculum.token_budget is None:
             require_enough_epochs(curriculum, steps / self.steps_of_epoch(rows), steps)

@@ -36,8 +36,7 @@ TAKES: tuple[tuple[str, tuple[str, ...]], ...] = (
 part is used. ``rmsprop_bnb`` takes none, because the Trainer passes them as text and bitsandbytes then fails in the
 first step."""
 NOT_ACCEPTED = ("block_size", "weight_decay")
-"""Names that transformers reads without the intended effect: block_size as text, and weight_decay for groups of weights
-that all have their own decay."""
+"""Names that transformers reads, but as text, or for groups of weights that all have their own decay."""
 
 NUMBERS: tuple[tuple[tuple[str, ...], type, float, float, str], ...] = (
     (("rank", "update_proj_gap", "t_alpha", "t_beta3"), int, 1, math.inf, "a whole number, 1 or more"),
@@ -136,8 +135,7 @@ def _is_number(text: str, kind: type, least: float, below: float) -> bool:
 
 
 def check_schedule(training: TrainingArguments) -> None:
-    """Check the names in ``lr_scheduler_kwargs`` that the schedule needs or does not take. The stock Trainer rejects or
-    drops them only after the model is loaded."""
+    """Check the names in ``lr_scheduler_kwargs``; the stock Trainer rejects or drops them after loading the model."""
     kind, given = as_typed(training.lr_scheduler_type), training.lr_scheduler_kwargs or {}
     needs, takes = _scheduler_names(kind)
     unknown = next((name for name in given if name not in takes), None)

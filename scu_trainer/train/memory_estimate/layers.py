@@ -51,8 +51,7 @@ def shallow(kinds: Sequence[tuple]) -> list[int]:
 
 
 def stand_in_layers(kinds: Sequence[tuple], layers: Sequence[int]) -> list[int]:
-    """Return, for each layer of the deep model, the index in ``layers`` (those of the shallow model) of the layer that
-    represents it."""
+    """Return the index in ``layers``, those of the shallow model, of the stand-in for each layer of the deep model."""
     of_kind = {kinds[layer]: layer for layer in reversed(layers) if 0 < layer < len(kinds) - 1}
     alike = (number if number in layers else of_kind[kind] for number, kind in enumerate(kinds))
     return [layers.index(layer) for layer in alike]

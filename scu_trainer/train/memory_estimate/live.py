@@ -1,7 +1,4 @@
-"""Count the bytes of all live tensors while code runs, by part: weights, gradients, logits, activations.
-
-This works on real tensors and on fake ones (``FakeTensorMode``), because only sizes are used.
-"""
+"""Count the bytes of live tensors while code runs, by part. Only sizes are used, so fake tensors work as well."""
 
 from __future__ import annotations
 
@@ -61,8 +58,7 @@ class LiveBytes(TorchDispatchMode):
                 self._change(part, counted[1], allocation)
 
     def hold_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> list[RemovableHandle]:
-        """Count the gradients of ``parameters`` as gradients once they are stored, until the returned hooks are
-        removed."""
+        """Count gradients of ``parameters`` as such once they are stored, until the returned hooks are removed."""
 
         def stored(weight: torch.nn.Parameter) -> None:
             self.count([weight.grad], GRADIENTS)

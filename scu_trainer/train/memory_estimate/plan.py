@@ -73,8 +73,7 @@ def choice_of(job: Job) -> SettingChoice:
 
 
 def divided_by_zero3(job: Job) -> Optional[str]:
-    """Return what the prediction leaves out under ZeRO-3, because it assumes a process with all weights; None without
-    ZeRO-3."""
+    """Return what the prediction, for a process with all weights, leaves out under ZeRO-3; None without ZeRO-3."""
     zero = getattr(job.training, "hf_deepspeed_config", None)
     if zero is None or not zero.is_zero3():
         return None
@@ -125,8 +124,7 @@ class FromConfiguration:
         return estimate_of(self._estimated_step(choice, range(len(self._kinds))), step, held, self.device)
 
     def _trace(self, choice: SettingChoice, length: int) -> Optional[Deep]:
-        """Trace a shallow model and derive the deep one. Returns None if the layers do not run one after another or if
-        a shallow model would have other layers."""
+        """Derive the deep model from a shallow one; None if its layers do not run in order, or none represents it."""
         numbers = self._shallow_layers
         if len(numbers) == len(self._kinds):
             return None
@@ -144,10 +142,8 @@ class FromConfiguration:
 
     @functools.cached_property
     def _shallow_layers(self) -> Sequence[int]:
-        """Layer numbers of a shallow model that represents the whole one; all layers if its weights would differ.
-
-        They differ if the number of a layer decides what it is (DeepSeek-V3: dense below ``first_k_dense_replace``), or
-        if layers share weights.
+        """Layer numbers of a shallow model that represents the whole one; all layers if its weights would differ: if a
+        layer's number decides what it is (DeepSeek-V3: dense below ``first_k_dense_replace``) or layers share weights.
         """
         numbers, all_numbers, choice = shallow(self._kinds), range(len(self._kinds)), choice_of(self.job)
         whole = shapes_by_part(self._estimated_step(choice, all_numbers).model, len(all_numbers))

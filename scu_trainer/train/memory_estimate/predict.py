@@ -43,10 +43,8 @@ ROWS_LOOKED_AT = 64
 def predict(
     job: Job, parts: TrainingComponents, limit_bytes: Optional[int] = None
 ) -> tuple[MemoryEstimate, Step, Step]:
-    """Return (memory estimate of a loaded job, the step that it is for, the step without ``limit_bytes``).
-
-    ``parts`` is not changed. Passes on the exceptions of models that create tensors with data-dependent shapes.
-    """
+    """Return (memory estimate of a loaded job, the step that it is for, the step without ``limit_bytes``). Does not
+    change ``parts``. Passes on the exceptions of models that create tensors with data-dependent shapes."""
     device, rows = job.training.device.type, RowShapes.of(parts.data.train)
     subject, held = traced_subject(job, parts, rows), held_memory(job, parts)
     estimate_step = functools.partial(estimate_of, subject, held=held, device=device)
@@ -89,8 +87,7 @@ def largest_that_fits(
     estimate: Callable[[Step], MemoryEstimate],
     limit_bytes: int,
 ) -> tuple[Step, MemoryEstimate]:
-    """Return the largest step between ``smallest`` and ``whole`` that fits; ``smallest`` if none fits. ``whole`` itself
-    does not fit."""
+    """Return the largest step from ``smallest`` to below ``whole`` that fits; ``smallest`` if none does."""
     (least, small), (most, taken) = smallest, whole
     per_row = (taken.needed_bytes - small.needed_bytes) / max(1, most.rows - least.rows)
     rows = min(most.rows - 1, least.rows + int(max(0, limit_bytes - small.needed_bytes) / max(1.0, per_row)))
@@ -159,8 +156,7 @@ def _compute_dtype(job: Job, device: str, model: Optional[nn.Module]) -> torch.d
 
 
 def held_memory(job: Job, parts: Optional[TrainingComponents] = None) -> AdditionalMemory:
-    """Return what the job keeps in memory between steps. ``parts``: the loaded components; without them the size of the
-    teacher is read from its configuration."""
+    """Return what the job keeps between steps. Without ``parts``, the teacher's size is read from its configuration."""
     prior, stage = job.regularization, zero_stage(job.training) or 0
     return AdditionalMemory(
         optim=optimizer_name(job),
@@ -255,8 +251,7 @@ def _card_bytes(job: Job) -> Optional[int]:
 
 
 def _longest_row(parts: TrainingComponents) -> dict[str, Any]:
-    """Return the longest row, padded by the collator. If rows have no known length, return one of a few rows that are
-    padded together."""
+    """Return the longest row, padded by the collator; if lengths are not known, one of a few rows padded together."""
     data = parts.data.train
     lengths = lengths_of(data)
     if lengths is not None:

@@ -59,8 +59,7 @@ class RunEstimate:
         return f"{with_limit}, and the system kills what takes more: scu-trainer plan suggests settings that take less"
 
     def as_dict(self, measured_bytes: Optional[int]) -> dict[str, Any]:
-        """Return the record for scu_metrics.json. ``measured_bytes``: peak of the run's steps above the memory in use
-        before the model was loaded."""
+        """Return the record for scu_metrics.json. ``measured_bytes``: peak above the memory in use before the model."""
         if self.estimate is None:
             return {"reason": self.reason, "measured_peak_bytes": measured_bytes}
         not_counted = self.estimate.libraries if self.device != "cpu" else 0  # measured is torch's allocator
@@ -74,8 +73,7 @@ class RunEstimate:
 
 
 def predict_run(job: Job, parts: TrainingComponents) -> RunEstimate:
-    """Predict the memory of a loaded job; ``parts`` is not changed. If the prediction fails, the result has a reason
-    instead of an estimate, and training continues."""
+    """Predict the memory of a loaded job without changing ``parts``. A failure gives a reason; training continues."""
     reason = _reason_against_prediction(job)
     if reason is not None:
         return RunEstimate(reason=reason)

@@ -18,8 +18,7 @@ MOST_WINDOWS_DRAWN = 64
 """Most accumulation windows of random rows that are drawn to count the sizes of their micro-batches."""
 
 SIZES_BESIDE_STEPS = 4
-"""Sizes outside of training steps, for scores before training, samples and tests of the loss. There are about a dozen,
-but most of them are forward only, so they count as 4."""
+"""Scores before training, samples and tests of the loss have a dozen sizes, but most are forward only: they count 4."""
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,7 @@ def before_training(statistics: Any) -> Iterator[Finding]:
 
 
 def _first_file(path: Path) -> Optional[Path]:
-    """Return the first file of a dataset that has columns and is cheap to open. Returns None if there is none, and for
-    folders of the datasets library."""
+    """Return the first file with columns that is cheap to open; None without one and for `save_to_disk` folders."""
     if not path.is_dir():
         return path if path.is_file() and kind_of(path) in READERS else None
     if is_saved(path):

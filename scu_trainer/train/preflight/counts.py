@@ -102,8 +102,7 @@ def _check_dropped_rows(statistics: DataStatistics) -> Iterator[Finding]:
 
 
 def _masked_row_count(statistics: DataStatistics) -> int:
-    """Return how many rows of tokens, of training and held-out documents together, have no learned token. Most of them
-    are parts of long prompts."""
+    """Return the number of rows of training and held-out tokens without a learned one, mostly parts of long prompts."""
     return sum(count for reason, count in statistics.rows_dropped.items() if reason.startswith("row of tokens"))
 
 

@@ -232,8 +232,7 @@ def _check_curriculum_settings(job: Job) -> Iterator[Finding]:
 
 
 def _check_deepspeed_clipping(job: Job) -> Iterator[Finding]:
-    """Check max_grad_norm with DeepSpeed, which clips only by its own configuration. The stock Trainer fills in only
-    values that are "auto" there."""
+    """Check max_grad_norm with DeepSpeed, whose configuration alone counts; the Trainer fills in only "auto" there."""
     training = job.training
     if not uses_deepspeed(training) or "gradient_clipping" in training.hf_deepspeed_config.config:
         return

@@ -115,8 +115,7 @@ def facts_of(parts: TrainingComponents) -> TokenCounts:
 
 
 def special_tokens_of(tokenizer: Any, model: Any) -> SpecialTokens:
-    """Return the special tokens to count: those that end a document for the tokenizer or generation for the model, the
-    start token, and the unknown token."""
+    """Return the tokens that end a document (tokenizer) or generation (model), the start token and the unknown one."""
     generation = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(generation if isinstance(generation, list) else [generation])} - {None}
     others = {tokenizer.eos_token_id, tokenizer.pad_token_id}

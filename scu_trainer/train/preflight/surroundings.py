@@ -176,8 +176,7 @@ def _check_inodes(output_dir: Path) -> Iterator[Finding]:
 
 
 def missing_wandb_login() -> Optional[str]:
-    """Return why wandb would end the run; None if it would not, if it asks at the terminal, or if this version of it
-    does not tell."""
+    """Return why wandb would end the run; None if it would not, asks at the terminal, or does not tell (version)."""
     if importlib.util.find_spec("wandb") is None:
         return None
     import wandb

@@ -116,8 +116,7 @@ def _count_tokens(facts: TokenCounts, ids: numpy.ndarray, labels: numpy.ndarray,
 
 
 def _count_runs(facts: TokenCounts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
-    """Count runs of one token that are mostly learned; they may continue over the borders of rows, and the first token
-    of a row is never learned."""
+    """Count runs of one token, also over the borders of rows. Half of a run must be learned; first tokens never are."""
     borders = numpy.flatnonzero(ids[1:] != ids[:-1]) + 1
     starts, ends = numpy.append(0, borders), numpy.append(borders, len(ids))
     for run in numpy.flatnonzero(ends - starts >= LONG_RUN):

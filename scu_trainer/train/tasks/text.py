@@ -57,8 +57,7 @@ from scu_trainer.train.tasks.packing import Packing
 logger = logging.getLogger("scu_trainer")
 
 PROBED_TOKENS = 32
-"""Enough tokens to see which kernels run. Whole rows with their logits could exceed memory, which only the memory loop
-handles."""
+"""Enough tokens to see which kernels run; whole rows with their logits could exceed memory outside the memory loop."""
 
 
 class TextTask:

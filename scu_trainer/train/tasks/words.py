@@ -140,8 +140,7 @@ def collator_of(data: PreparedWords) -> Collator:
 
 
 def _prepared_data(job: Job, teacher: Optional[ModelSettings]) -> PreparedWords:
-    """Prepare the data with the words and categories of the trained model, if there is one; a new model takes those of
-    its teacher."""
+    """Prepare the data with words and categories of the trained model, if any; a new one takes those of its teacher."""
     known: dict[str, Any] = {}
     source = teacher if job.model.model_name_or_path is None else job.model
     if source is not None:
