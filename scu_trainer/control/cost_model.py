@@ -181,10 +181,8 @@ def _most_diverse(observations: list[Observation]) -> list[Observation]:
     return [item for i, item in enumerate(observations) if i != dropped]
 
 
-def _log_distance(first: Observation, second: Observation) -> float:
-    return abs(math.log(first.tokens / second.tokens)) + abs(
-        math.log(max(1, first.quadratic) / max(1, second.quadratic))
-    )
+def _log_distance(a: Observation, b: Observation) -> float:
+    return abs(math.log(a.tokens / b.tokens)) + abs(math.log(max(1, a.quadratic) / max(1, b.quadratic)))
 
 
 def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) -> Coefficients:

@@ -153,9 +153,9 @@ def _next_state(config: SizerConfig, state: SizerState, measurement: MemoryMeasu
     error = _error(config, measurement)
     after = state
     if state.pressure in ("high", "critical"):
-        after = _with_smaller_cap(config, state, measurement, error)
+        after = _shrink_cap(config, state, measurement, error)
     elif state.cap_tokens is not None:
-        after = _with_larger_cap(config, state, measurement, error)
+        after = _grow_cap(config, state, measurement, error)
     settled = after.cap_tokens is None or state.pressure == "moderate"
     return replace(
         after,
@@ -181,9 +181,7 @@ def _pid_factor(config: SizerConfig, state: SizerState, error: float) -> tuple[f
     return math.exp(bounded), integral if bounded == wanted else integral_before
 
 
-def _with_smaller_cap(
-    config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, error: float
-) -> SizerState:
+def _shrink_cap(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, error: float) -> SizerState:
     current = applied_cap(state, measurement.ceiling_tokens, measurement.floor_tokens)
     factor, integral = _pid_factor(config, state, error)
     # Start from the largest micro-batch that ran: a cap far above it did not cause this peak.
@@ -198,9 +196,7 @@ def _with_smaller_cap(
     return replace(state, cap_tokens=cap, integral=integral, former_tokens=former)
 
 
-def _with_larger_cap(
-    config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, error: float
-) -> SizerState:
+def _grow_cap(config: SizerConfig, state: SizerState, measurement: MemoryMeasurement, error: float) -> SizerState:
     cap, former = _cap_and_former(state)
     room_tokens = _attainable_cap(config, state, measurement, error)
     if room_tokens < former and room_tokens < (1.0 + config.deadband) * cap:

@@ -98,12 +98,9 @@ def _check_types(settings, prefix: str = "") -> None:
     """Raise SettingsError for a value of the wrong type, such as text for a switch: Python takes "false" as true."""
     hints = field_types_of(settings.__class__)
     for item in fields(settings):
-        value, parts = (
-            getattr(settings, item.name),
-            {get_origin(part) or part for part in _union_members(hints[item.name])},
-        )
-        field_types = parts - {type(None)}
-        if len(field_types) > 1 or not field_types <= KINDS.keys() or (value is None and type(None) in parts):
+        value, kinds = getattr(settings, item.name), {get_origin(t) or t for t in _union_members(hints[item.name])}
+        field_types = kinds - {type(None)}
+        if len(field_types) > 1 or not field_types <= KINDS.keys() or (value is None and type(None) in kinds):
             continue
         takes, words = KINDS[field_types.pop()]
         require(takes(value), f"{prefix}{item.name} is {short(value)}; it must be {words}")

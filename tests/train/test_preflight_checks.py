@@ -583,29 +583,25 @@ def test_the_last_step_of_an_epoch_has_its_own_number_of_rows():
 def test_an_epoch_of_the_stock_loaders_drops_or_repeats_rows(monkeypatch):
     alone = job_of(per_device_train_batch_size=8, dataloader_drop_last=True, num_train_epochs=2)
     assert alone.planned_steps(18) == 4
-    said, _ = plan._steps_text(4, 8, "8 x 1 accumulated", rows=18, trained_rows=plan._rows_trained_per_epoch(alone, 18))
+    said, _ = plan._steps_text(4, 8, "8 x 1 accumulated", rows=18, trained=plan._trained_rows(alone, 18))
     assert said.endswith("2.0 epochs of 18 rows, 2 of them left out by dataloader_drop_last")
 
     monkeypatch.setattr(TrainingArguments, "world_size", 3)
     shared, sorted_by = job_of(per_device_train_batch_size=8), {"train_sampling_strategy": "sequential"}
-    assert [plan._rows_trained_per_epoch(shared, rows) for rows in (18, 2)] == [18, 3], (
-        "the curriculum shares out what there is"
-    )
+    assert [plan._trained_rows(shared, rows) for rows in (18, 2)] == [18, 3], "the curriculum shares out what there is"
     by_one = job_of(per_device_train_batch_size=1)
-    assert [plan._rows_trained_per_epoch(by_one, rows) for rows in (4, 6, 2)] == [6, 6, 3], (
+    assert [plan._trained_rows(by_one, rows) for rows in (4, 6, 2)] == [6, 6, 3], (
         "a batch of one row cannot be shared out"
     )
     stock = job_of(per_device_train_batch_size=8, **sorted_by)
-    said, per_step = plan._steps_text(
-        2, 24, "8 x 1 accumulated x 3 ranks", 18, 3, plan._rows_trained_per_epoch(stock, 18)
-    )
+    said, per_step = plan._steps_text(2, 24, "8 x 1 accumulated x 3 ranks", 18, 3, plan._trained_rows(stock, 18))
     assert said == (
         "2 steps of 24 rows (8 x 1 accumulated x 3 ranks), 2.0 epochs of 18 rows and 6 repeated to fill the batches of "
         "all ranks"
     )
     assert per_step == 24
     uneven = job_of(per_device_train_batch_size=8, accelerator_config='{"even_batches": false}', **sorted_by)
-    assert plan._rows_trained_per_epoch(uneven, 18) == 18
+    assert plan._trained_rows(uneven, 18) == 18
 
 
 def test_findings_end_without_a_number_of_steps(tmp_path):

@@ -303,9 +303,7 @@ def _task_figures(results: dict[str, Any], aggregations: dict[tuple[str, str], s
                 num_fewshot=results["n-shot"].get(task),
                 version=results["versions"].get(task),
                 is_higher_better=results["higher_is_better"].get(task, {}).get(metric),
-                per_question=np.empty(0)
-                if aggregation != MEAN
-                else _question_scores(results, task, metric, filter_name),
+                per_question=np.empty(0) if aggregation != MEAN else _sample_scores(results, task, metric, filter_name),
             )
 
 
@@ -316,7 +314,7 @@ def _stderr_method(aggregation: Optional[str]) -> str:
     return "standard deviation / sqrt(questions)" if aggregation == MEAN else "bootstrap over questions"
 
 
-def _question_scores(results: dict[str, Any], task: str, metric: str, filter_name: str) -> np.ndarray:
+def _sample_scores(results: dict[str, Any], task: str, metric: str, filter_name: str) -> np.ndarray:
     samples = [row for row in results["samples"].get(task, ()) if row["filter"] == filter_name]
     values = [row.get(metric) for row in samples]
     return np.asarray(values, dtype=np.float64) if all(map(_is_number, values)) else np.empty(0)

@@ -226,10 +226,8 @@ def check_teacher(
         "curriculum: infobatch weights the task's loss of each row": "infobatch" in curriculum.methods,
         "ZeRO-3 shards every model that is loaded": zero_stage(training) == 3,
     }
-    contradiction = next((reason for reason, is_so in contradictions.items() if is_so), None)
-    require(
-        contradiction is None, f"{contradiction}, but a teacher needs the plain loss of whole models; drop one of them"
-    )
+    conflict = next((reason for reason, is_so in contradictions.items() if is_so), None)
+    require(conflict is None, f"{conflict}, but a teacher needs the plain loss of whole models; drop one of them")
 
 
 def check_retention(

@@ -69,7 +69,7 @@ def _check_samples(job: Job, statistics: SampleStatistics) -> Iterator[Finding]:
     yield from _check_dropped(
         dropped, max(statistics.read, dropped), f"{statistics.item}s", statistics.describe_dropped()
     )
-    yield from _check_held_out_overlap(statistics.heldout_duplicates, statistics.eval, f"held-out {statistics.item}s")
+    yield from _check_overlap(statistics.heldout_duplicates, statistics.eval, f"held-out {statistics.item}s")
     if statistics.eval and job.training.eval_strategy != "no" and statistics.eval < FEWEST_SAMPLES:
         yield HELD_OUT_TINY.found(f"{statistics.eval} {statistics.item}s are held out", "validation_split_percentage")
 
@@ -79,9 +79,7 @@ def _check_documents(job: Job, statistics: DataStatistics) -> Iterator[Finding]:
         return  # the part of a stream that was read so far is not representative
     yield from _check_dropped_rows(statistics)
     yield from _check_masking(job, statistics)
-    yield from _check_held_out_overlap(
-        statistics.heldout_duplicates or 0, statistics.eval_documents, "held-out documents"
-    )
+    yield from _check_overlap(statistics.heldout_duplicates or 0, statistics.eval_documents, "held-out documents")
     is_tiny = statistics.eval_documents < FEWEST_DOCUMENTS and statistics.eval_tokens < FEWEST_TOKENS
     if statistics.eval_documents and job.training.eval_strategy != "no" and is_tiny:
         what = f"{statistics.eval_documents} documents with {statistics.eval_tokens:,} tokens are held out"
@@ -128,6 +126,6 @@ def _check_masking(job: Job, statistics: DataStatistics) -> Iterator[Finding]:
         yield ANSWERS_CUT.found(what, "block_size")
 
 
-def _check_held_out_overlap(seen: int, held_out: int, unit: str) -> Iterator[Finding]:
+def _check_overlap(seen: int, held_out: int, unit: str) -> Iterator[Finding]:
     if seen and seen / held_out >= SEEN_SHARE:
         yield HELD_OUT_SEEN.found(f"{seen:,} of {held_out:,} {unit} are also trained on", "dataset, eval_dataset")

@@ -38,9 +38,7 @@ def before_training(
     statistics, training = parts.data.statistics, job.training
     how = f"{training.train_batch_size} x {training.gradient_accumulation_steps} accumulated"
     how += f" x {training.world_size} ranks" if training.world_size > 1 else ""
-    what, per_step = _steps_text(
-        steps, rows_per_step(job), how, rows, training.world_size, _rows_trained_per_epoch(job, rows)
-    )
+    what, per_step = _steps_text(steps, rows_per_step(job), how, rows, training.world_size, _trained_rows(job, rows))
     if isinstance(statistics, DataStatistics) and statistics.blocks and not statistics.streaming:
         tokens = per_step * statistics.train_tokens / statistics.blocks
         what += f", about {tokens:,.0f} tokens per step"
@@ -51,7 +49,7 @@ def before_training(
         yield ROWS.found(_documents_text(statistics))
 
 
-def _rows_trained_per_epoch(job: Job, rows: Optional[int]) -> Optional[int]:
+def _trained_rows(job: Job, rows: Optional[int]) -> Optional[int]:
     """Return how many rows all ranks together train on in an epoch of ``rows``.
 
     The curriculum divides the rows among the ranks and repeats rows only for ranks that would have none in a step. The
@@ -70,34 +68,30 @@ def _rows_trained_per_epoch(job: Job, rows: Optional[int]) -> Optional[int]:
 
 
 def _steps_text(
-    steps: int, per_step: int, how: str, rows: Optional[int], ranks: int = 1, trained_rows: Optional[int] = None
+    steps: int, per_step: int, how: str, rows: Optional[int], ranks: int = 1, trained: Optional[int] = None
 ) -> tuple[str, float]:
     """Return (a text about steps, rows and epochs; the mean number of rows per step).
 
-    ``rows``: rows of an epoch, None if not known. ``trained_rows``: how many rows an epoch trains on, repeated ones
+    ``rows``: rows of an epoch, None if not known. ``trained``: how many rows an epoch trains on, repeated ones
     included; None: all, once each. A step never continues into the next epoch: the last step of an epoch has the
     remaining rows, or the last steps share them if each of the ``ranks`` needs some.
     """
     what = f"{steps:,} steps of {per_step:,} rows ({how})"
     if not rows:
         return what, per_step
-    trained_rows = trained_rows or rows
-    per_epoch, last = -(-trained_rows // per_step), trained_rows % per_step or per_step
+    trained = trained or rows
+    per_epoch, last = -(-trained // per_step), trained % per_step or per_step
     whole, begun = divmod(steps, per_epoch)
-    seen = whole * trained_rows + begun * per_step
+    seen = whole * trained + begun * per_step
     if per_epoch == 1 and last < per_step:
-        all_rows = f"{trained_rows:,} rows" + (", which is all of them" if trained_rows == rows else "")
+        all_rows = f"{trained:,} rows" + (", which is all of them" if trained == rows else "")
         what = f"{steps:,} steps of {all_rows}: {how} would take {per_step:,}"
     elif last < per_step:
         fewer = f"the last step of an epoch has {last:,}" if ranks == 1 else "the last steps of an epoch may have fewer"
         what = f"{steps:,} steps of {per_step:,} rows ({how}; {fewer})"
-    difference = (
-        f" and {trained_rows - rows:,} repeated to fill the batches of all ranks" if trained_rows > rows else ""
-    )
-    difference = (
-        f", {rows - trained_rows:,} of them left out by dataloader_drop_last" if trained_rows < rows else difference
-    )
-    return f"{what}, {seen / trained_rows:.1f} epochs of {rows:,} rows{difference}", seen / steps
+    difference = f" and {trained - rows:,} repeated to fill the batches of all ranks" if trained > rows else ""
+    difference = f", {rows - trained:,} of them left out by dataloader_drop_last" if trained < rows else difference
+    return f"{what}, {seen / trained:.1f} epochs of {rows:,} rows{difference}", seen / steps
 
 
 def _documents_text(statistics: DataStatistics) -> str:

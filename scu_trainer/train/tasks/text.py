@@ -134,14 +134,10 @@ class TextTask:
         return parts
 
     def load_scored(self, source: Source) -> TrainingComponents:
-        name, tokenizer_settings = source.model.model_name_or_path, source.tokenizer_of or source.model
+        name, row_settings = source.model.model_name_or_path, source.tokenizer_of or source.model
         tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
-        row_tokenizer = tokenizer if tokenizer_settings == source.model else load_tokenizer(tokenizer_settings)
-        data_options = {
-            "seed": source.seed,
-            "cache_dir": cache_dir,
-            "model_name": tokenizer_settings.model_name_or_path,
-        }
+        row_tokenizer = tokenizer if row_settings == source.model else load_tokenizer(row_settings)
+        data_options = {"seed": source.seed, "cache_dir": cache_dir, "model_name": row_settings.model_name_or_path}
         model = load_for_evaluation(name, source.model)
         packing = Packing.expected(source.data, model.config).tested_on(model, len(tokenizer))
         data = prepare(packing.applied(source.data), row_tokenizer, **data_options)
