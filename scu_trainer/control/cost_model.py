@@ -80,7 +80,7 @@ class CostModel:
     observations: tuple[Observation, ...] = ()
 
     def observe(self, tokens: int, quadratic: int, bytes_: int) -> CostModel:
-        """Return the model with one more observation. One of 0 bytes, which fitted into held memory, is ignored."""
+        """Return the model with one more observation. One of 0 bytes fitted into memory held already and is ignored."""
         newest = Observation(tokens, quadratic, bytes_)
         if min(tokens, quadratic, bytes_) <= 0 or newest in self.observations:
             return self

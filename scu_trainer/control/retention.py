@@ -207,7 +207,7 @@ def measurement_schedule(
 
     ``step_s``, ``row_s``: seconds of an optimizer step and of measuring one row. ``steps`` of ``max_steps`` are done,
     and ``spent_s`` seconds went into measuring. The rows are as many as leave time for MEASUREMENTS measurements,
-    between FEWEST_ROWS and MOST_ROWS; the frequency follows from the remaining time.
+    between FEWEST_ROWS and MOST_ROWS, at most ``most_rows``; the frequency follows from the remaining time.
     """
     left_s = COST * step_s * max_steps - spent_s
     rows = math.floor(left_s / MEASUREMENTS / row_s) if row_s > 0 else MOST_ROWS

@@ -142,7 +142,7 @@ def difficulty_target(config: CurriculumConfig, epoch: int, epochs: Optional[flo
 
 
 def _longest_unseen(snapshot: Snapshot, ids: np.ndarray, share: float, rng: np.random.Generator) -> np.ndarray:
-    """Return the longest unseen ``share`` of ``ids``, at least one: a small dataset would never see suspects again."""
+    """Return the longest unseen ``share`` of ``ids``, at least one, or few suspects would never be seen again."""
     rows = math.ceil(share * ids.size - 1e-9)
     return ids[np.lexsort((rng.random(ids.size), snapshot.last_epoch[ids]))][:rows]
 

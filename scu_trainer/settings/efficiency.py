@@ -1,4 +1,4 @@
-"""Settings that make training cheaper or show its cost. Those that change it are off, but for defaults of a task."""
+"""Settings that make training cheaper or show its cost. Those that change it are off unless a task turns them on."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OF_ADAPTERS = (
 )
 PATTERNS = ("trainable_parameters", "frozen_parameters")
 MUTATING = ("olora", "pissa", "loftq", "corda", "lora_ga")
-"""Initializations that subtract the initial adapter from the base weights, at each load again, with equal results."""
+"""Initializations that subtract the initial adapter from the base weights, at each load again: it must be the same."""
 
 ALLOWED = {
     "lora_r": Allowed(least=1),

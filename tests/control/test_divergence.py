@@ -48,10 +48,10 @@ def test_the_mean_is_an_exponential_one_that_starts_from_its_first_value():
 
 
 def test_a_mean_over_many_steps_counts_as_that_many():
-    one_by_one, at_once = DivergenceState(), observe(FACTOR, DivergenceState(), step=10, steps=10, loss=2.0)
+    one_by_one, together = DivergenceState(), observe(FACTOR, DivergenceState(), step=10, steps=10, loss=2.0)
     for step in range(1, 11):
         one_by_one = observe(FACTOR, one_by_one, step=step, steps=1, loss=2.0)
-    after = [observe(FACTOR, state, step=20, steps=10, loss=5.0).mean for state in (one_by_one, at_once)]
+    after = [observe(FACTOR, state, step=20, steps=10, loss=5.0).mean for state in (one_by_one, together)]
     assert after[0] == pytest.approx(after[1])
 
 

@@ -154,9 +154,9 @@ def test_several_steps_weigh_as_much_as_one_by_one():
     one_by_one = RUNNING
     for step in range(100, 104):
         one_by_one = decide(MODEL, one_by_one, replace(SEEN, step=step))
-    at_once = decide(MODEL, RUNNING, replace(SEEN, step=103, steps=4))
-    assert at_once.data_bpt_ema == close(one_by_one.data_bpt_ema)
-    assert at_once.data_bpt_ema == close(5.0 - 0.95**4)
+    together = decide(MODEL, RUNNING, replace(SEEN, step=103, steps=4))
+    assert together.data_bpt_ema == close(one_by_one.data_bpt_ema)
+    assert together.data_bpt_ema == close(5.0 - 0.95**4)
 
 
 def test_growth_is_counted_per_step():

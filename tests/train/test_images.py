@@ -369,11 +369,11 @@ def scored(adapter: Path, tmp_path: Path, **changes):
 def test_adapter_knows_its_classes(adapter, tmp_path):
     with pytest.raises(ModelError, match=r"classes of .*hue 0, .* are not those of the data \(0, 1, 2"):
         scored(adapter, tmp_path, dataset="digits")
-    going_on = job(tmp_path, model=ModelSettings(tuning="lora", model_name_or_path=str(adapter)), dataset="digits")
+    resumed_job = job(tmp_path, model=ModelSettings(tuning="lora", model_name_or_path=str(adapter)), dataset="digits")
     with pytest.raises(ModelError, match=r"classes of .* are not those of the data"):
-        loaded(going_on)
-    going_on.data = replace(going_on.data, dataset="generated")
-    assert "made again" not in loaded(going_on)[1]
+        loaded(resumed_job)
+    resumed_job.data = replace(resumed_job.data, dataset="generated")
+    assert "made again" not in loaded(resumed_job)[1]
 
 
 def test_adapter_that_does_not_tell_its_classes_is_refused(adapter, tmp_path):

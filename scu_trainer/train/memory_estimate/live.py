@@ -25,9 +25,9 @@ class LiveBytes(TorchDispatchMode):
 
     ``live``: current bytes by part. ``peak``: bytes by part when their sum was highest. ``events``: allocations and
     frees since ``forget_peak``. A result with a last dimension of ``vocabulary`` entries counts as logits. Allocations
-    inside kernels are not seen. ``heap``: allocates and frees blocks of the same sizes, except for weights, which
-    may be mapped from files. ``products``: is notified of matrix products. A fake tensor that is asked
-    for its value returns 0.
+    inside kernels are not seen. ``heap``: allocates and frees blocks of the same sizes, except for weights, which may
+    be mapped from files. ``products``: is notified of matrix products. A fake tensor that is asked for its value
+    returns 0.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def before_loading(job: Job) -> list[Finding]:
 
 
 def before_training(job: Job, parts: TrainingComponents, output_dir: Path) -> list[Finding]:
-    """Return the findings about the prepared data and the loaded model, sampled if large, which the finding then says.
+    """Return the findings about the prepared data and the loaded model; large ones are sampled, and findings say so.
     ``output_dir``: the folder for checkpoints; it need not exist."""
     if not optimization.has_rows_per_step(job.training):
         return []  # before_loading has reported this error; without it the number of steps is not defined
