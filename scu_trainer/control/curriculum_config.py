@@ -12,7 +12,7 @@ class CurriculumConfig:
     """Any of token_budget, noise_guard, acmds, infobatch, length_warmup; empty: uniform sampling."""
     rows_per_batch: int
     token_budget: Optional[int] = None
-    """Padded tokens per micro-batch. None: the fewest that give no more micro-batches than ``rows_per_batch`` rows."""
+    """Padded tokens per micro-batch. None: the fewest that make no more of them than ``rows_per_batch`` rows each."""
     fewest_rows: int = 1
     """Smallest number of rows of a uniform micro-batch, if the epoch has more than one micro-batch."""
     window_epochs: int = 3

@@ -131,7 +131,6 @@ def _order_by_length(lengths: Sequence[int]) -> list[int]:
 
 
 def _micro_batch_plans(order: Sequence[int], ends: Iterable[int], lengths: Sequence[int]) -> list[MicroBatchPlan]:
-    """Return the plans for the rows in ``order``, divided at ``ends``."""
     parts = (tuple(order[a:b]) for a, b in itertools.pairwise([0, *ends]))
     return [MicroBatchPlan(rows, max(1, *(lengths[row] for row in rows))) for rows in parts]
 

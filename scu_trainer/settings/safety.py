@@ -113,7 +113,6 @@ def check_safety(safety: SafetySettings, training: TrainingArguments) -> None:
 
 
 def default_save_steps(steps: int) -> int:
-    """Return the default of ``save_steps`` for a run of ``steps``."""
     return min(STOCK_SAVE_STEPS, max(FEWEST_SAVE_STEPS, math.ceil(steps * SAVE_STEPS)))
 
 

@@ -124,7 +124,7 @@ def _check_dependent_fields(training: TrainingArguments) -> None:
 
 
 def _check_custom_evaluation(training: TrainingArguments) -> None:
-    """Reject fields for custom evaluations. Those of the command line read the task's labels and all rows' scores."""
+    """Reject fields for custom evaluations: the command line reads the task's labels and the scores of all rows."""
     require(
         training.label_names in (None, ["labels"]),
         f"label_names is {training.label_names}, but the command line sets the names of its labels; drop it",
@@ -175,7 +175,7 @@ def _check_liger(training: TrainingArguments, device_type: str) -> None:
 
 
 def _check_loraplus(optim: str, training: TrainingArguments, model: ModelSettings) -> None:
-    """Check loraplus_lr_ratio, whose groups of weights are made before sharding and exclude groups of the optimizer."""
+    """Check loraplus_lr_ratio: its groups of weights precede sharding, and the optimizer must not make its own."""
     if model.loraplus_lr_ratio is None:
         return
     shards = uses_deepspeed(training) or bool(training.fsdp)

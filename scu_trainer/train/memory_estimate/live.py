@@ -114,7 +114,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _zero(dtype: torch.dtype) -> Union[bool, int, float]:
-    """Return the Python zero for ``dtype``."""
     if dtype == torch.bool:
         return False
     return 0.0 if dtype.is_floating_point else 0

@@ -18,7 +18,7 @@ MOST_WINDOWS_DRAWN = 64
 """Most accumulation windows of random rows that are drawn to count the sizes of their micro-batches."""
 
 SIZES_BESIDE_STEPS = 4
-"""Scores before training, samples and tests of the loss have a dozen sizes, but most are forward only: they count 4."""
+"""Scores before training, samples and loss tests have a dozen sizes, but most are forward only: they count as 4."""
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,11 @@ class Finding:
     fix: str = ""
 
     def line(self) -> str:
-        """Return the finding as one readable line."""
         where = f" ({self.where})" if self.where else ""
         fix = f"; {self.fix}" if self.fix else ""
         return f"{self.level} {self.check}: {self.what}{where}{fix}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the finding as a JSON-safe dict."""
         return asdict(self)
 
 

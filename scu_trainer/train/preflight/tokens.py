@@ -116,7 +116,7 @@ def _count_tokens(facts: TokenCounts, ids: numpy.ndarray, labels: numpy.ndarray,
 
 
 def _count_runs(facts: TokenCounts, ids: numpy.ndarray, labels: numpy.ndarray) -> None:
-    """Count runs of one token, also over the borders of rows. Half of a run must be learned; first tokens never are."""
+    """Count runs of one token, also across rows, if most of a run is learned (the first token of a row never is)."""
     borders = numpy.flatnonzero(ids[1:] != ids[:-1]) + 1
     starts, ends = numpy.append(0, borders), numpy.append(borders, len(ids))
     for run in numpy.flatnonzero(ends - starts >= LONG_RUN):
