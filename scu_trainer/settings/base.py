@@ -147,8 +147,8 @@ def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> No
     )
     usual = "" if default is None else f", such as {default} {allowed.unit}".rstrip()
     is_finite = isinstance(value, Integral) or math.isfinite(value)  # an int may be too large for a float
-    says_why = is_finite or (least > -LARGEST_NUMBER and not value > least)
-    require(says_why, f"{name} is {value}; it must be a finite number{usual}")
+    is_reported_later = is_finite or (least > -LARGEST_NUMBER and not value > least)
+    require(is_reported_later, f"{name} is {value}; it must be a finite number{usual}")
     is_enough = value >= least if allowed.above is None else value > allowed.above
     lowest = f"{least:,} or more" if allowed.above is None else f"above {allowed.above}"
     require(is_finite and is_enough, f"{name} is {short(value)}; it must be {lowest}{usual}")
@@ -175,15 +175,15 @@ def check_text(name: str, text: str, *, is_name: bool) -> None:
     """Raise SettingsError for text that files and libraries do not accept; ``is_name``: or that cannot be a path."""
     require("\0" not in text, f"{name} is {short(text)}, with a NUL character, which names cannot contain; remove it")
     encoding = sys.getfilesystemencoding()
-    way_out = "give the file or folder a name in UTF-8 (mv, or convmv)"
+    advice = "give the file or folder a name in UTF-8 (mv, or convmv)"
     if encoding != "utf-8":
-        way_out = f"this process reads names as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+        advice = f"this process reads names as {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
     is_unicode = text.encode(errors="ignore").decode() == text
-    require(is_unicode, f"{name} is {short(text)}, which is not valid UTF-8; {way_out}")
+    require(is_unicode, f"{name} is {short(text)}, which is not valid UTF-8; {advice}")
     if not is_name:
         return
     can_be_named = text.encode(encoding, "ignore").decode(encoding) == text  # settings files are read as UTF-8
-    require(can_be_named, f"{name} is {short(text)}; {way_out}")
+    require(can_be_named, f"{name} is {short(text)}; {advice}")
     longest = max(len(part.encode()) for part in text.split("/"))
     require(
         longest <= LONGEST_NAME_BYTES and len(text.encode()) <= LONGEST_PATH_BYTES,

@@ -68,8 +68,8 @@ def _check_memory(job: Job, model: nn.Module) -> Iterator[Finding]:
     else:  # every rank needs its own share, and the weights are already in memory
         available = free.main_bytes // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = sum(parts.values())
-    in_words = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
-    what = f"{in_words}: {format_bytes(needed)} of {format_bytes(available)} free memory"
+    parts_text = ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items())
+    what = f"{parts_text}: {format_bytes(needed)} of {format_bytes(available)} free memory"
     if needed > available:
         yield MEMORY_SHORT.found(what, "tuning, optim")
     elif needed > NEARLY * available:
