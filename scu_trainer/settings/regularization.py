@@ -216,7 +216,7 @@ class RetentionSettings:
         2000, "largest number of documents of retain to read; with sampled, at most 400 are generated"
     )
     retain_frequency: Optional[int] = option(
-        None, "optimizer steps between two measurements; default: so that measuring takes at most 2 %% of the time"
+        None, "optimizer steps between two measurements; default: so that measuring takes about 2 %% of the time"
     )
     retain_stop: bool = option(False, "end the run if the budget cannot be kept, instead of only reporting it")
 

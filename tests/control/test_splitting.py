@@ -169,7 +169,7 @@ def test_a_pool_of_thousands_asks_for_a_bounded_number_of_comparisons(monkeypatc
     assert len(tried) <= 4000 * math.isqrt(16384)
 
 
-def test_few_sizes():
+def test_rounded_up_size():
     assert [rounded_up_size(tokens) for tokens in (1, 8, 9, 100, 250, 500, 3000)] == [8, 8, 16, 104, 256, 512, 3072]
     rounded = {tokens: rounded_up_size(tokens) for tokens in range(1, 8192)}
     assert all(tokens <= size <= max(tokens + 7, tokens * 17 / 16) for tokens, size in rounded.items())

@@ -76,7 +76,7 @@ def test_an_empty_history():
     assert (result.verdict, result.final_s, result.reached) == ("target not reached", 0.0, False)
 
 
-def test_foresee_by_hand():
+def test_forecast_by_hand():
     """A slope of 2 in ln(step): from y = -6 at step 10 to -6 + 2 ln 2 at 20, and -6 + 2 ln 40 at 400."""
     now = -6.0 + 2.0 * math.log(2.0)
     predicted_s, is_reachable = forecast_s((10, -6.0), (20, now), 400, 0.5)
@@ -85,16 +85,16 @@ def test_foresee_by_hand():
     assert not forecast_s((10, -6.0), (20, now), 100, 0.5)[1]  # 100 / (e^6 + 100) = 0.199
 
 
-def test_foresee_counts_the_band_as_arrival():
+def test_forecast_counts_the_band_as_arrival():
     flat = (10, logit(0.46)), (20, logit(0.46))
     assert forecast_s(*flat, 100, 0.5)[1]
     assert not forecast_s(*flat, 100, 0.52)[1]
 
 
-def test_foresee_takes_a_falling_s_as_standing_still():
+def test_forecast_takes_a_falling_s_as_standing_still():
     predicted_s, _ = forecast_s((10, -1.0), (20, -2.0), 1000, 0.5)
     assert predicted_s == pytest.approx(1.0 / (1.0 + math.exp(2.0)))
 
 
-def test_foresee_at_the_last_step_is_what_was_measured():
+def test_forecast_at_the_last_step_is_what_was_measured():
     assert forecast_s((10, -4.0), (20, -2.0), 20, 0.5)[0] == pytest.approx(1.0 / (1.0 + math.exp(2.0)))
