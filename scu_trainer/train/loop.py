@@ -13,7 +13,7 @@ A training calls them in this order. Names in brackets are methods of every loop
             [batches]                             may replace the iterator of accumulation batches
             [on_window]                           the accumulation batches of the step are known
             on_step_begin
-            ``rate_factor``                       multiplies the scheduled learning rate, for each loop
+            ``rate_factor``                       those of all loops multiply the scheduled learning rate
             for each accumulation batch:
                 [on_batch]
                 forward and backward              by the engine, in micro-batches: [on_forward], [task_loss];
@@ -60,7 +60,7 @@ logger = logging.getLogger("scu_trainer")
 
 
 class Loop(TrainerCallback):
-    """Base class of all loops. Pass a loop to the trainer like any callback: ``callbacks=[MyLoop()]``.
+    """Base class of all loops. Pass one like any callback: ``callbacks=[MyLoop()]`` or ``add_callback``.
 
     name: key of its section in scu_metrics.json.
     state_file: file name in a checkpoint for what ``state_dict`` returns; None: nothing is saved.
@@ -146,8 +146,7 @@ class Loop(TrainerCallback):
         """Called with all accumulation batches of the next step; with the memory loop they are still on the host."""
 
     def on_batch(self, inputs: Any, num_items: Any) -> None:
-        """Called before an accumulation batch is trained on. With the memory loop, called for all batches of a step
-        before the first of them runs."""
+        """Called before an accumulation batch is trained on; with the memory loop, for all of a step at its start."""
 
     def on_forward(self, inputs: Any) -> Any:
         """Return the inputs on which the loss is computed.
@@ -205,8 +204,7 @@ class Loop(TrainerCallback):
         """Restore ``state``, as ``state_dict`` returned it."""
 
     def save_state(self, folder: str) -> None:
-        """Write the state into a checkpoint's folder. Every rank calls this; the one with ``args.should_save``
-        writes."""
+        """Write the state into the folder of a checkpoint. Called on every rank; that with ``should_save`` writes."""
         if self.state_file is not None and self.trainer.args.should_save:
             self._write_state(functools.partial(write_state, Path(folder) / self.state_file))
 
@@ -243,8 +241,7 @@ class Loop(TrainerCallback):
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """Return values for each log row about training steps, which every reporter gets (TensorBoard,
-        log_history.json, ...).
+        """Return values for a log row about training steps; TensorBoard, log_history.json and all reporters get them.
 
         By convention their names begin with "name/".
         """
@@ -280,8 +277,7 @@ class Loop(TrainerCallback):
         if not isinstance(row, Mapping) or not isinstance(row.get("step"), int):
             raise ControlError(
                 f"{name_of_loop(self)} records {short(row)}, a row without its step: a resumed run could not tell "
-                "whether to "
-                'write it again; record a dict with "step": state.global_step'
+                'whether to write it again; record a dict with "step": state.global_step'
             )
         if self.history is not None:
             try:
@@ -364,8 +360,7 @@ class LoopEvents(TrainerCallback):
             self._is_due, factor = False, self.trainer.rate_factor
             if factor != 1.0:
                 self._set_rates(factor)
-            # DeepSpeed's engine advances the schedule that it was given inside its step, so afterwards it holds the
-            # next rate.
+            # DeepSpeed's engine advances its schedule inside the step, so afterwards it holds the next rate.
             if factor != 1.0 or isinstance(self.trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
                 self.trainer.rate_of_step = float(self.trainer.optimizer.param_groups[0]["lr"])
 

@@ -1,4 +1,4 @@
-"""Checks of the loops and trainer classes that a user passes in, made when they are passed in.
+"""Checks of a user's loops and trainer classes: when they are passed in, and of values when a loop returns them.
 
 Two loops with the same file, a state without a file, a learning rate that is not finite, a method that has the name of
 one of ours: training would run, and what it loses would only be noticed later.
@@ -96,8 +96,7 @@ def error_for_late_loop(loop: Loop) -> ControlError:
 
 
 def warn_about_unsaved_weights(model: nn.Module) -> None:
-    """Warn about trained weights that peft does not save: it saves the adapter's own weights and those in
-    modules_to_save."""
+    """Warn about trained weights that peft does not save: all but the adapter's own and those in modules_to_save."""
     if not hasattr(model, "peft_config"):
         return
     from peft import PeftModel
@@ -127,7 +126,7 @@ def _unsaved_weights(model: PeftModel) -> list[str]:
     unsaved = {
         name: p for name, p in model.named_parameters() if p.requires_grad and (added is None or added not in name)
     }
-    for embedding in (False, "auto"):  # "auto": if the vocabulary was resized; peft asks the Hub for the original size
+    for embedding in (False, "auto"):  # "auto" last: for a resized vocabulary peft asks the Hub for the original size
         if not unsaved:
             break
         with warnings.catch_warnings(action="ignore"):  # peft repeats them at each save
@@ -147,8 +146,8 @@ def _require_file_name(loop: Loop, attribute: str) -> None:
     if not isinstance(name, str) or PurePath(name).name != name or not name.endswith(".json"):
         raise ControlError(
             f"{name_of_loop(loop)} has {attribute} {name!r}, which is not a file name ending in .json; it is written "
-            "into "
-            f'the checkpoint or the run directory, so use a name without folders, such as "own_{attribute[:-5]}.json"'
+            "into the checkpoint or the run directory, so use a name without folders, such as "
+            f'"own_{attribute[:-5]}.json"'
         )
     if name in _FILES_OF_RUNS:
         raise ControlError(
@@ -166,10 +165,8 @@ def require_settings(*given: tuple[str, Any, type]) -> None:
 
 
 def warn_about_unused_argument(name: str, value: Any, loop_argument: str, loop_settings: Any, kind: type) -> None:
-    """Warn if the argument ``name`` is given without ``loop_argument``, the settings of the loop that reads it.
-
-    Not an error, because None for ``loop_argument`` is how a loop is switched off.
-    """
+    """Warn if the argument ``name`` is given without ``loop_argument``, the settings of the loop that reads it. Not an
+    error, because None for ``loop_argument`` is how a loop is switched off."""
     if value is not None and loop_settings is None:
         logger.warning(
             "%s has no effect without %s=%s(...), which turns on the loop that reads it; pass that too, or drop %s",
@@ -178,8 +175,8 @@ def warn_about_unused_argument(name: str, value: Any, loop_argument: str, loop_s
 
 
 def require_no_name_clash(kind: type[Trainer], ours: type[Trainer]) -> None:
-    """Raise ControlError if a class between ``kind`` and the stock Trainer defines a name that ``ours`` overrides, or
-    takes a constructor argument of the same name as one of ours, which would never reach it."""
+    """Raise ControlError if ``kind`` or a base of it below the stock Trainer defines a name that ``ours`` would
+    override, or takes a constructor argument that ``ours`` takes, and that would never reach it."""
     parameters = inspect.signature(ours.__init__).parameters.values()
     arguments = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for owner in (one for one in kind.__mro__ if one not in Trainer.__mro__):
@@ -199,10 +196,8 @@ def require_no_attribute_clash(trainer: Trainer, ours: type[Trainer]) -> None:
 
 
 def _reserved(ours: type[Trainer]) -> set[str]:
-    """Return the names that ``ours`` adds to the stock Trainer, without dunder names (Python sets some on copies).
-
-    The name that is excluded also belongs to the stock Trainer, but only to its instances.
-    """
+    """Return the names that ``ours`` adds to the stock Trainer, without dunder names (Python sets some on copies), and
+    without the one below, which instances of the stock Trainer have too."""
     names = {name for name in vars(ours) if not (hasattr(Trainer, name) or name.startswith("__"))}
     return names - {"current_gradient_accumulation_steps"}
 

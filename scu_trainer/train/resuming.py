@@ -81,11 +81,8 @@ def stream_position(checkpoint: Path, accumulated: int) -> tuple[int, int]:
 
 
 def is_evaluation_missing(state: Any, args: Any) -> bool:
-    """Return whether the run resumes from the end of an epoch that was saved before it was evaluated.
-
-    The stock Trainer skips that evaluation: its log row and best model are missing, and later steps draw other random
-    numbers.
-    """
+    """Return whether the run resumes from the end of an epoch that was saved before it was evaluated. The stock Trainer
+    skips that evaluation: its log row and best model are missing, and later steps draw other random numbers."""
     is_due = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
     is_end = state.epoch % 1 == 0 or state.global_step >= state.max_steps
     rows = (row for row in state.log_history if row["step"] == state.global_step)
@@ -121,8 +118,8 @@ def warn_about_loader(loader: Any, skips: bool, is_stock: bool) -> None:
 
 
 def _warn_about_replaced_loader(loader: Any) -> None:
-    """Warn if ``loader`` is a custom class: to skip batches that were trained on, accelerate replaces it by a plain
-    DataLoader with the same dataset and batch sampler."""
+    """Warn if ``loader`` iterates in its own way: to skip batches that were trained on, accelerate replaces it by a
+    plain DataLoader with the same dataset and batch sampler."""
     owner = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), type(loader))
     if not comes_from(owner, "torch", "accelerate", "scu_trainer"):
         logger.warning(
@@ -167,10 +164,8 @@ def _warn_about_missing_loops(checkpoint: Path, loops: Collection[Loop]) -> None
 
 
 def _warn_about_fresh_optimizer(checkpoint: Path, is_stock: bool) -> None:
-    """Warn if optimizer or schedule are missing: the stock Trainer reads both or, silently, neither.
-
-    With ``weights_only``, ``advance_schedule`` advances the schedule.
-    """
+    """Warn if optimizer or schedule are missing: the stock Trainer reads both or, silently, neither. With
+    ``weights_only``, ``advance_schedule`` advances the schedule."""
     missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
     if missing:
         names = " and no ".join(missing)
@@ -201,7 +196,7 @@ def _warn_about_fresh_reference(checkpoint: Path, trainer: Any) -> None:
         checkpoint,
         what,
         setting,
-        "" if followed is trainer.model else advice,  # then it is a second adapter, which a callback updates
+        "" if followed is trainer.model else advice,  # then it is a second adapter, and a callback holds its weights
     )
 
 
@@ -265,7 +260,7 @@ def _warn_about_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: boo
 
 
 def _warn_about_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> None:
-    """Warn about TRL's ``BEMACallback``, which saves neither its average nor the weights that it began with."""
+    """Warn about TRL's ``BEMACallback``: it saves neither its average nor the weights that it began with."""
     for callback in callbacks:
         if not any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):  # without importing TRL
             continue
@@ -281,7 +276,6 @@ def advance_schedule(scheduler: Any, checkpoint: Path) -> None:
     """Advance a schedule without a saved state to the step of the checkpoint."""
     steps = saved_step(checkpoint)
     with warnings.catch_warnings():
-        # the optimizer has taken no step yet
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # no optimizer step yet
         for _ in range(steps):
             scheduler.step()

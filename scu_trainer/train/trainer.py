@@ -342,8 +342,7 @@ class SCUTrainer(Trainer):
         return self.state.global_step >= self.state.max_steps or any(loop.is_over for loop in self.loops)
 
     def _run_epoch(self, **kwargs):
-        # the run was killed after its last step; the stock loop would add another one
-        if self.is_over and not self.is_stock:
+        if self.is_over and not self.is_stock:  # killed after its last step: the stock loop would add another one
             self.control.should_training_stop = True
             return None
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["resume_from_checkpoint"] is not None
@@ -363,7 +362,7 @@ class SCUTrainer(Trainer):
             warn_about_loader(kwargs["train_dataloader"], skips, self.is_stock)
         if not self.is_stock:
             checkpoint = kwargs["resume_from_checkpoint"] if is_resumed else None
-            # first, because the order of the rows depends on it
+            # the random states that the order of the rows is drawn from; the stock loop restores those of the step
             if checkpoint is not None and (skips or position == 0):
                 self._load_rng_state(str(Path(checkpoint, EPOCH_START) if skips else checkpoint))
             self._epoch_began = rng_states()
@@ -480,8 +479,7 @@ class SCUTrainer(Trainer):
         return norm
 
     def floating_point_ops(self, inputs) -> int:
-        """Return the stock count, but count the weights only once per training: walking through the model takes a
-        noticeable part of a small step."""
+        """Return the stock count, with the weights counted once per training, which takes long for a small step."""
         is_counted = self._is_training and not self.is_stock and not defined_between(self, "floating_point_ops")
         name = getattr(self.model, "main_input_name", "input_ids")
         entries = inputs[name] if is_counted and name in inputs else None
@@ -543,8 +541,7 @@ class SCUTrainer(Trainer):
                 logs.update(checked_scalars(loop, "final_scalars", logs))
         super().log(logs, start_time)
 
-    # -- checkpoints: complete or absent. The stock method writes to a staging folder, which is renamed at the end.
-    # --------
+    # -- checkpoints: complete or absent. The stock method writes to a staging folder, which is renamed at the end. ----
 
     def _save_checkpoint(self, model, trial):
         self.before_save()
@@ -552,8 +549,7 @@ class SCUTrainer(Trainer):
 
     def _load_best_model(self):
         if self.checkpoints.last_is_better():
-            # so that the state does not claim that the best weights were loaded
-            self.state.best_model_checkpoint = None
+            self.state.best_model_checkpoint = None  # tells callbacks that the weights are those of the last step
         else:
             super()._load_best_model()
 

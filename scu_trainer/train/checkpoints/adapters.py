@@ -29,8 +29,7 @@ def check_adapter(checkpoint: Path, model: nn.Module, tells: bool) -> None:
     for name, config in getattr(model, "peft_config", {}).items():
         folder = checkpoint if name == "default" else checkpoint / name  # where peft saves them
         saved = json_content(folder / "adapter_config.json")
-        # AdaLoRA changes its rank_pattern in training
-        left_out = NOT_COMPARED | ({"rank_pattern"} if config.peft_type == "ADALORA" else set())
+        left_out = NOT_COMPARED | ({"rank_pattern"} if config.peft_type == "ADALORA" else set())  # changes in training
         now = {key: _plain(value) for key, value in config.to_dict().items() if key in saved.keys() - left_out}
         changed = [key for key in now if now[key] != _plain(saved[key])]
         if not changed:

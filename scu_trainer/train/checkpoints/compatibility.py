@@ -125,10 +125,8 @@ def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:
 
 
 def digest_of_weights(weights: Iterable[torch.Tensor]) -> Optional[str]:
-    """Return a digest that differs for another or a retrained model, from a few values of each tensor, in no time.
-
-    None without weights, or if some are not available: sharded, offloaded, or packed by a library.
-    """
+    """Return a digest that differs for another or a retrained model, from a few values of each tensor, in no time. None
+    without weights, or if some are not available: sharded, offloaded, or packed by a library."""
     read = []
     for weight in weights:
         values = weight.data
@@ -165,10 +163,8 @@ def valid_facts(facts: dict[str, Any]) -> dict[str, Any]:
 def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], harmless: frozenset[str] = HARMLESS
 ) -> dict[str, tuple[Any, Any]]:
-    """Return name -> (before, now) for every changed setting that is not in ``harmless``.
-
-    Settings that only one side knows are left out: a newer version may have more settings.
-    """
+    """Return name -> (before, now) for every changed setting that is not in ``harmless``. Settings that only one side
+    knows are left out: a newer version may have more settings."""
     plain = json.loads(json.dumps(dict(now), default=str))
     names = [name for name in before if name in plain and name not in harmless]
     return {name: (before[name], plain[name]) for name in names if _differ(before[name], plain[name])}
@@ -192,8 +188,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
     changed = changed_settings(was, here)
     keeps_order = _seed_of_rows(was) == _seed_of_rows(here)
     if keeps_order:
-        # the new data_seed equals the seed from before, as our message for another one advises
-        changed.pop("data_seed", None)
+        changed.pop("data_seed", None)  # it is the seed from before, which SPLIT's message asks for
     keeps = {"seed"} if keeps_order else set()
     if _rows_of_a_step(before) == _rows_of_a_step(now) is not None:
         keeps |= {*ROWS_OF_A_STEP}
@@ -257,8 +252,7 @@ def _rows_of_a_step(facts: Mapping[str, Any]) -> Optional[int]:
     configuration = facts.get("configuration", {})
     factors = [facts.get("world_size"), *map(configuration.get, ROWS_OF_A_STEP)]
     is_known = all(isinstance(factor, int) for factor in factors) and _is_plain_sampling(configuration)
-    # workers deliver whole batches in turn
-    alternates = configuration.get("streaming") and (configuration.get(WORKERS) or 0) > 1
+    alternates = configuration.get("streaming") and (configuration.get(WORKERS) or 0) > 1  # workers, batch by batch
     return None if configuration.get("dataloader_drop_last") or alternates or not is_known else math.prod(factors)
 
 
@@ -293,7 +287,8 @@ def _change_of_fact(name: str, before: Any, now: Any, consequence: str) -> list[
 
 
 def _change_of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return a change if other rows would be held out. Older versions used one seed for everything."""
+    """Return a change if a share of the data is held out, and would now be another one. Older versions used one seed
+    for everything."""
     was, here, settings = before.get("split_seed", before.get("seed")), now.get("split_seed"), now["configuration"]
     data = [facts.get("data", {}).get("fingerprint") for facts in (before, now)]
     is_same = None not in data and data[0] == data[1]  # for example if a manifest says what is held out

@@ -168,10 +168,8 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
 
 
 def _is_torn_zip(path: Path) -> bool:
-    """Return whether a file of ``torch.save``, a zip archive with its directory at the end, is torn.
-
-    A file that begins differently has an older format.
-    """
+    """Return whether a file of ``torch.save``, a zip archive with its directory at the end, is torn. A file that begins
+    differently has an older format."""
     if not path.is_file():
         return True
     with open(path, "rb") as file:

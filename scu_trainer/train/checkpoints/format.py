@@ -88,8 +88,7 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
 def publish(staged: Path, final: Path) -> None:
     """Rename a sealed folder to its final name. A folder with that name is first moved aside, and removed last."""
     staging = staged.parent
-    # after a kill between the two renames, the older checkpoints and the sealed one still exist
-    if os.path.lexists(final):
+    if os.path.lexists(final):  # after a kill between the two renames, older checkpoints and the sealed one exist
         final.rename(staging / f"replaced-{final.name}")
     staged.rename(final)
     sync(final.parent)
@@ -97,10 +96,8 @@ def publish(staged: Path, final: Path) -> None:
 
 
 def clear_staging(run: Path) -> tuple[list[str], list[str]]:
-    """Remove what killed runs were writing, and give a sealed checkpoint that was not renamed yet its name.
-
-    Returns (names of the renamed checkpoints, names of the removed folders).
-    """
+    """Remove what killed runs were writing, and give a sealed checkpoint that was not renamed yet its name. Returns
+    (names of the renamed checkpoints, names of the removed folders)."""
     named, cleared = [], []
     for staging in sorted(run.glob(f"{STAGING}checkpoint-*")):
         if OURS.fullmatch(staging.name) is None:
@@ -119,8 +116,8 @@ def clear_staging(run: Path) -> tuple[list[str], list[str]]:
 def rotate(run: Path, newest: Path, limit: Optional[int], best: Optional[Path]) -> list[str]:
     """Remove the oldest checkpoints, keep ``limit`` complete ones including ``best``, and return the removed names.
 
-    ``newest`` is never removed, and newer ones, of an abandoned past, are not touched. An incomplete checkpoint does
-    not count, because it cannot replace a complete one.
+    ``newest`` is never removed. Newer ones are of a past that the run has left, and are not touched. An incomplete
+    checkpoint does not count, because it cannot replace a complete one.
     """
     if limit is None or limit <= 0:
         return []
@@ -138,9 +135,7 @@ def rotate(run: Path, newest: Path, limit: Optional[int], best: Optional[Path]) 
 
 def set_aside(run: Path, step: int, kept: Optional[Path] = None) -> list[str]:
     """Rename the checkpoints after ``step``, because the run resumes there and writes its own; return their names.
-
-    kept: the checkpoint that the run resumes from, whatever its number.
-    """
+    ``kept``: the checkpoint that the run resumes from, whatever its number."""
     later = [path for path in checkpoints(run) if step_of(path) > step and path != kept] if run.is_dir() else []
     for path in later:
         path.rename(_unused_path(run / f"{SUPERSEDED}{path.name}"))
@@ -186,9 +181,7 @@ class Difference:
 
 def differences(folder: Path, *, hashes: bool = True) -> list[Difference]:
     """Return how the files differ from the manifest; empty if they do not, or if there is none (a stock checkpoint).
-
-    hashes: also compare contents, not only sizes.
-    """
+    ``hashes``: also compare contents, not only sizes."""
     if not os.path.lexists(folder / MANIFEST):
         return []
     listed = read_manifest(folder).get("files")

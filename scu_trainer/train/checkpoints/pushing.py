@@ -85,8 +85,7 @@ class Pushes:
     def _commit(self, held: Path, name: str) -> None:
         set_connection_timeout()
         args = self.trainer.args
-        # the stock Trainer creates the repository, but no branch
-        if args.hub_revision is not None and not self._has_branch:
+        if args.hub_revision is not None and not self._has_branch:  # the stock Trainer creates only the repository
             self._api.create_branch(self.trainer.hub_model_id, branch=args.hub_revision, exist_ok=True)
             self._has_branch = True
         self._api.create_commit(

@@ -20,9 +20,7 @@ def newest_checkpoint(
     run: Path, world_size: Optional[int], weights_only: bool = False, tells: bool = True
 ) -> tuple[Optional[Path], list[str]]:
     """Return the newest checkpoint in ``run`` that ``world_size`` ranks can resume from, and why others were skipped.
-
-    If none is complete, the newest readable one. tells: also log why.
-    """
+    If none is complete, the newest readable one. ``tells``: also log why."""
     skipped: list[str] = []
     changed: Optional[tuple[Path, Findings]] = None
     for checkpoint in checkpoint_paths(run):
@@ -57,11 +55,9 @@ def whole_checkpoint(run: Path, weights_only: bool, tells: bool = True) -> tuple
 
 
 def selected_checkpoint(wanted: Any, output_dir: str, weights_only: bool, is_main: bool) -> Any:
-    """Return the checkpoint for ``train(resume_from_checkpoint=wanted)``; True: the newest complete one in
-    ``output_dir``.
+    """Return the checkpoint for ``train(resume_from_checkpoint=wanted)``; True: the newest one in ``output_dir``.
 
-    A value that does not exist or is not a path is returned unchanged, and the stock Trainer reports what is wrong with
-    it.
+    What does not exist or is not a path is returned unchanged, and the stock Trainer reports what is wrong with it.
     is_main: this rank logs, and also compares the contents of a named checkpoint. Raises CheckpointError.
     """
     if wanted is True:

@@ -48,11 +48,8 @@ class CheckpointWriter:
         self._written_bytes = 0
 
     def save(self, trial: Any, stock_save: Callable[[], None]) -> None:
-        """Write a checkpoint. Every rank calls this.
-
-        Raises StorageError if several ranks write and one of them cannot. Without loops and ``safety`` it raises what
-        the stock Trainer raises, which would not continue either.
-        """
+        """Write a checkpoint. Every rank calls this. Raises StorageError if several ranks write and one of them cannot.
+        Without loops and ``safety`` it raises what the stock Trainer raises, which would not continue either."""
         trainer = self.trainer
         run = Path(trainer._get_output_dir(trial))
         final = run / f"checkpoint-{trainer.state.global_step}"
@@ -171,7 +168,7 @@ class CheckpointWriter:
             state.best_model_checkpoint = str(best)
 
     def last_is_better(self) -> bool:
-        """Return whether the last weights are better than the best checkpoint, if a better one was not written."""
+        """Return whether the last weights are better than the best checkpoint, because a better one was not written."""
         if not self.notices:
             return False
         state, args = self.trainer.state, self.trainer.args

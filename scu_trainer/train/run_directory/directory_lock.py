@@ -80,10 +80,8 @@ class RunDirectoryLock:
         return replace(start, line="\n".join(notes))
 
     def put_aside(self) -> list[str]:
-        """Rename checkpoints that are newer than the one from which the run resumes, and return their names.
-
-        Called once it is certain that the run continues.
-        """
+        """Rename the checkpoints after the one from which the run resumes (all, for a run that starts over), and return
+        their names. Called once it is certain that the run goes ahead."""
         if self._lock is None:
             return []
         if self.start.checkpoint is None:
@@ -134,11 +132,8 @@ def from_first_rank(decision: Callable[[], T], training: TrainingArguments) -> T
 
 
 def require_equal_ranks(found: dict[str, Any], training: TrainingArguments) -> None:
-    """Raise SettingsError on all ranks if one has other settings or data in ``found`` than rank 0.
-
-    The user types the command on each machine. A rank that differs would train something else, or wait for the others
-    at another step.
-    """
+    """Raise SettingsError on all ranks if one has other settings or data in ``found`` than rank 0. The user types the
+    command on each machine. A rank that differs would train something else, or wait for the others at another step."""
     if training.world_size == 1:
         return
     from accelerate.utils import gather_object

@@ -90,7 +90,7 @@ class RunLog:
         self._handlers.append(file)
 
     def show(self, level: int) -> None:
-        """Show records of this project and of transformers on the console from ``level`` on. Default: our warnings."""
+        """Show records of this project and of transformers from ``level`` on. Without it: warnings of this project."""
         self.console.setLevel(level)
         logging.getLogger("scu_trainer").setLevel(min(level, logging.INFO))
         logging.getLogger("transformers").addHandler(self.console)

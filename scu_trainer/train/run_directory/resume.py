@@ -85,8 +85,7 @@ def wanted_checkpoint(training: TrainingArguments) -> Optional[str | bool]:
 def check_resumable(training: TrainingArguments) -> None:
     """Raise CheckpointError for a value of ``resume_from_checkpoint`` that can never work with this configuration."""
     wanted, output_dir = wanted_checkpoint(training), Path(training.output_dir)
-    # after a restart, an old checkpoint may have been rotated away
-    if wanted is None or (wanted != AUTO and restart_count() > 0):
+    if wanted is None or (wanted != AUTO and restart_count() > 0):  # restarted: it may have been rotated away
         return
     if wanted == AUTO:
         if training.save_only_model:
@@ -113,10 +112,8 @@ def restart_count() -> int:
 
 
 def restarted_since_s(world_size: int) -> Optional[float]:
-    """Return when this launch began, in seconds since 1970, if it has restarted its processes; else None.
-
-    Ranks on a replaced node know nothing of a restart, so the oldest launcher and the highest count apply.
-    """
+    """Return when this launch began, in seconds since 1970, if it has restarted its processes; else None. Ranks on a
+    replaced node know nothing of a restart, so the oldest launcher and the highest count apply."""
     seen = [(restart_count(), _launcher_began_s())] if "TORCHELASTIC_RESTART_COUNT" in os.environ else [(0, 0.0)]
     if world_size > 1:
         from accelerate.utils import gather_object
@@ -233,7 +230,7 @@ def _explicit_start(request: Request) -> Start:
 
 def _has_resumed_from(run: Path, wanted: Optional[str | bool]) -> bool:
     """Return whether the run has already resumed from ``wanted``. Its description is rewritten when its training
-    begins; until then its checkpoints belong to the past that it abandons."""
+    begins; until then its checkpoints are those of an earlier start."""
     return wanted in (True, _description(run).get("configuration", {}).get("resume_from_checkpoint", wanted))
 
 
@@ -292,9 +289,7 @@ def _require_same_ranks(run: Path, request: Request) -> None:
 
 def latest_run(output_dir: Path) -> Optional[Path]:
     """Return the run that was started last, in ``output_dir`` or in an output_dir-2, ... that was used instead of it.
-
-    None if there is no such run.
-    """
+    None if there is no such run."""
     return max(_runs_of(output_dir), key=_start_order, default=None)
 
 

@@ -72,7 +72,7 @@ class RunLock:
         return f"is now at {link.readlink().parent}" if link.is_symlink() else "was renamed"
 
     def release(self) -> None:
-        """Release the lock; calling this twice is harmless. The file stays, because deleting it would cause a race."""
+        """Release the lock; calling this twice is harmless. The file stays: deleting it would race with a new start."""
         if self._descriptor < 0:
             return
         if self._made and self.lost() is None and [path.name for path in self.run.iterdir()] == [LOCK_FILE]:

@@ -85,8 +85,7 @@ def _check_before_loading(job: Job, console: Console) -> list[Finding]:
         console.print(note, soft_wrap=True)
     require_own_folder(job.training.output_dir)
     require_writable(job.training.output_dir)
-    # First, because settings decide which collective calls the ranks make. A scaled fp16 gradient cannot be averaged
-    # with others.
+    # First, because settings decide on collective calls. A scaled fp16 gradient cannot be averaged with others.
     scaled = {"fp16 (mixed_precision: fp16 or no settles it)": job.training.fp16}
     require_equal_ranks({**job.as_dict(), **scaled}, job.training)
     early = [] if job.safety.preflight == "off" else from_first_rank(lambda: before_loading(job), job.training)
@@ -135,8 +134,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         if start.is_done:
             return read_json(start.output_dir / "scu_metrics.json")
         parts = _load(job, console)
-        # first, because preflight reads rows of a stream, which counts them
-        description = _description(job, parts, configuration)
+        description = _description(job, parts, configuration)  # before preflight, which reads and counts stream rows
         findings = _run_preflight(job, parts, early, start.output_dir, console)
         description["preflight"] = [finding.as_dict() for finding in findings]
         _check_checkpoint(job, start, description, console)
@@ -162,7 +160,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
 
 
 def _check_checkpoint(job: Job, start: Start, description: dict[str, Any], console: Console) -> None:
-    """Check the checkpoint of ``start`` before the description of this start replaces the previous one."""
+    """Check the checkpoint of ``start``, on rank 0 before the description of this start replaces the previous one."""
     if start.checkpoint is None:
         return
     checkpoint = Path(str(start.checkpoint))

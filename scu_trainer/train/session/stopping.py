@@ -27,12 +27,12 @@ logger = logging.getLogger("scu_trainer")
 
 CLOSED = "a closed terminal or pipe"
 LAUNCHERS_ECHO_S = 5.0
-"""A launcher passes Ctrl-C on to ranks that already got it from the terminal: within this time, ignore it."""
+"""Ignore a second signal within this time: a launcher passes Ctrl-C on to ranks that the terminal has sent it to."""
 
 
 def _write(line: str) -> None:
-    """Write to stderr without its stream, and below a progress bar: a signal handler may interrupt either in the middle
-    of a line, when they accept no other."""
+    """Write a line to file descriptor 2, below a progress bar: a signal may interrupt sys.stderr or the bar while it
+    writes, and neither can be entered a second time then."""
     after_bar = "\n" if os.isatty(2) else ""
     with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(2, f"{after_bar}{line}\n".encode())
@@ -152,14 +152,12 @@ class StopCallback(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check for a stop request during the evaluation, because the stock loop saves after it."""
+        """Stop for a signal that came during the evaluation, because the stock loop saves after it."""
         self.on_step_end(args, state, control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Drop what is due at the end of an epoch, because the stock loop ends a stopped epoch as if it were complete.
-
-        The checkpoint is already written, and the resumed run evaluates, logs and saves at the epoch's real end.
-        """
+        The checkpoint is already written, and the resumed run evaluates, logs and saves at the epoch's real end."""
         if self.stopped_at is not None:
             control.should_evaluate = control.should_save = False
             is_complete = state.epoch % 1 == 0 or state.global_step >= state.max_steps

@@ -70,9 +70,7 @@ class Estimate:
 
 def try_out(job: Job, log: RunLog) -> Estimate:
     """Load, train STEPS steps, evaluate, save, resume from the checkpoint, and print an estimate of the full run.
-
-    Leaves only caches behind. With DeepSpeed or FSDP nothing is resumed, and the printed line says so.
-    """
+    Leaves only caches behind. With DeepSpeed or FSDP nothing is resumed, and the printed line says so."""
     console = console_of_run()
     begun_s = time.perf_counter()
     job.check()
@@ -100,10 +98,8 @@ def try_out(job: Job, log: RunLog) -> Estimate:
 
 
 def measure(job: Job, before_s: float = 0.0) -> Estimate:
-    """Load, train STEPS steps and evaluate, without saving or printing anything. For one process.
-
-    before_s: seconds that a run takes before it reads its settings; they count as loading.
-    """
+    """Load, train STEPS steps and evaluate, without saving or printing anything. For one process. ``before_s``: seconds
+    that a run takes before it reads its settings; they count as loading."""
     begun_s = time.perf_counter()
     job.check()
     job.require_one_gpu()
@@ -168,7 +164,7 @@ def replace_training(job: Job, scratch: str) -> Job:
     training.save_strategy, training.eval_strategy = SaveStrategy.STEPS, IntervalStrategy.NO
     training.report_to, training.push_to_hub = [], False
     training.load_best_model_at_end = False
-    # infobatch prunes from the second epoch on, which so short a run does not reach
+    # infobatch prunes between the first epoch and the last ones, and refuses a run as short as this one
     methods = [method for method in job.curriculum.methods if method != "infobatch"]
     curriculum = replace(job.curriculum, curriculum="+".join(methods) or "none")
     return replace(job, training=training, curriculum=curriculum)

@@ -89,11 +89,11 @@ def _stream_lines(job: Job, parts: TrainingComponents) -> list[str]:
 
 
 def _run_training(trainer: SCUTrainer, start: Start, console: Console) -> TrainOutput:
-    said = contextlib.nullcontext()
+    reports = contextlib.nullcontext()
     if trainer.is_deepspeed_enabled:
-        said = builds_reported(lambda line: console.print(line, soft_wrap=True))
+        reports = builds_reported(lambda line: console.print(line, soft_wrap=True))
     try:
-        with said:
+        with reports:
             return trainer.train(resume_from_checkpoint=start.checkpoint)
     except OutOfMemory as error:
         error.steps_done = trainer.state.global_step
@@ -101,8 +101,8 @@ def _run_training(trainer: SCUTrainer, start: Start, console: Console) -> TrainO
 
 
 def _save(trainer: SCUTrainer, output_dir: Path) -> None:
-    """Save the model before it is scored, which takes a while and changes nothing. A push waits for the scores, which
-    go into the model card."""
+    """Save the model before it is scored, which takes a while and changes nothing. A push waits for the scores,
+    because the model card holds them."""
     trainer.before_save()
     save_whole(trainer)
     with write_errors_raised("the trained model"):
@@ -176,8 +176,8 @@ def _flags_to_resume(job: Job, newest: Path) -> str:
 def _score_before(
     job: Job, trainer: SCUTrainer, parts: TrainingComponents, console: Console
 ) -> Optional[DocumentScores]:
-    """Return the held-out scores before training. If the weights are placed only when a checkpoint has been loaded into
-    them, its state holds the first scores."""
+    """Return the held-out scores before training. If the model is placed only when training begins, a run that resumes
+    has loaded its checkpoint by then, and the trainer's state holds the first scores."""
     console.print(_kernel_report(job, trainer, parts), soft_wrap=True)
     if parts.data.eval is None:
         return None

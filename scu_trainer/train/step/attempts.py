@@ -1,6 +1,6 @@
 """The gradients of one optimizer step: micro-batches that run out of memory are undone, cut and run again.
 
-    for each micro-batch:   cut it first if it is predicted not to fit
+    for each micro-batch:   cut it first if it is above the cap or predicted not to fit
                             snapshot (random states, buffers, gradients) -> forward, backward
                             out of memory? restore the snapshot; if gradients were touched, run the micro-batches of
                             this window again
@@ -80,8 +80,8 @@ def run(
 
     attempt: ``attempt(micro_batch, last)`` runs forward and backward of one micro-batch; ``last``: no other follows.
     Gradients add up in ``.grad``.
-    held: a ``LossPath`` that is asked once, after all have run, whether the losses are valid, instead of after each. If
-    not, all run again, and it is asked after each.
+    held: a ``LossPath`` that checks once, after all have run, whether the losses of rows are finite, instead of after
+    each. If they are not, all run again, with a check after each.
 
     Raises what ``attempt`` raises, except out-of-memory; OutOfMemory (from ``sizes``) for a micro-batch that fails and
     cannot be cut, with gradients, random states and buffers as they were before it.

@@ -133,9 +133,9 @@ class MicroBatchEngine(StockEngine):
         if self.prediction is None:
             return evaluate()
         args = self.trainer.args
-        is_as_set = loss_only or args.eval_accumulation_steps is not None
+        keeps_setting = loss_only or args.eval_accumulation_steps is not None
         # Move logits to the host batch by batch, so that they do not pile up on the device.
-        with contextlib.nullcontext() if is_as_set else replaced(args, "eval_accumulation_steps", 1):
+        with contextlib.nullcontext() if keeps_setting else replaced(args, "eval_accumulation_steps", 1):
             return self.prediction.evaluated(evaluate, loader)
 
     def error_context(self, what: Callable[[], str]) -> AbstractContextManager:

@@ -54,9 +54,7 @@ AllReduceMax = Callable[[list[int]], list[int]]
 
 def has_own_memory(device: str) -> bool:
     """Return whether nothing else uses the memory of ``device``, and each micro-batch costs kernel launches.
-
-    Micro-batches may then become larger than the batch that the user asked for.
-    """
+    Micro-batches may then become larger than the batch that the user asked for."""
     return device not in BUSY_TOKENS
 
 
@@ -72,10 +70,8 @@ def may_grow(device: torch.device, weights: Iterable[torch.Tensor]) -> bool:
 
 
 def busy_tokens(device: str, is_compiled: bool = False) -> int:
-    """Return the tokens per micro-batch that fill ``device``.
-
-    is_compiled: ``compiles_shapes``. Half precision is faster there, and each micro-batch casts all weights.
-    """
+    """Return the tokens per micro-batch that fill ``device``. ``is_compiled``: ``compiles_shapes``. Half precision is
+    faster there, and each micro-batch casts all weights."""
     if is_compiled:
         return BUSY_TOKENS_OF_COMPILED
     return BUSY_TOKENS.get(device, BUSY_TOKENS_ELSEWHERE)
@@ -158,18 +154,15 @@ class MicroBatchSizer:
     def begin(
         self, window: AccumulationWindow, step: int, keep_step: Optional[AllReduceMax] = None
     ) -> list[MicroBatch]:
-        """Return the planned micro-batches of this window; ``fit`` may still cut each of them.
-
-        keep_step: the reduction with which ranks agree, if all must run the same number of micro-batches.
-        """
+        """Return the planned micro-batches of this window; ``fit`` may still cut each of them. ``keep_step``: the
+        reduction with which ranks agree, if all must run the same number of micro-batches."""
         self._window, self.step, self._attempts, self.local_failures = window, step, 0, 0
         self.has_length = window.has_length
         self._retried.clear()
         self._processed_tokens.clear()
         has_rested, self._rests = self._rests, self._may_rest
         if self.gauge is not None and not self._rests:
-            # After steps without a reading, the peak belongs to them; otherwise it may belong to an evaluation, which
-            # does not count.
+            # After steps without a reading the peak is theirs; otherwise it may be that of an evaluation, not a step.
             reading = self._read_gauge() if has_rested else self.gauge.read()
             # If memory is short, live memory must be told apart from freed memory that the allocator still caches.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
@@ -195,10 +188,8 @@ class MicroBatchSizer:
         self._before, self._base_bytes, self._limit_name = reading, reading.used_bytes, reading.limit_name
 
     def _plan_on_all_ranks(self, window: AccumulationWindow, all_reduce_max: AllReduceMax) -> list[MicroBatch]:
-        """Return the same number of micro-batches on every rank.
-
-        If a split would change the gradient, only short memory cuts batches; if a batch cannot be cut, nothing does.
-        """
+        """Return the same number of micro-batches on every rank. If a split would change the gradient, only short
+        memory cuts batches; if a batch cannot be cut, nothing does."""
         self._ceiling, wished = max(window.largest_batch_tokens, 1), self.settings.resolved_token_cap
         if isinstance(wished, int) and window.can_pool:
             self._ceiling = min(self._ceiling, wished)
@@ -234,11 +225,10 @@ class MicroBatchSizer:
 
     @property
     def _growth(self) -> int:
-        """The factor by which a micro-batch may exceed the batch that the user asked for.
+        """How many times the batch that the user asked for a micro-batch may hold.
 
-        It is 0 in the first step, in which the longest rows show their cost, then 1, and doubles with each step,
-        because memory use has stayed below half by then. It starts over after an out-of-memory error and on another
-        device.
+        0 in the first step, in which the longest rows show their cost, then 1, and twice as many in each further step,
+        because memory use has stayed below half by then. Starts over after running out of memory and on another device.
         """
         if not self.grows or self.gauge is None:
             return 1
@@ -247,8 +237,8 @@ class MicroBatchSizer:
 
     @property
     def _was_uneven(self) -> bool:
-        """Whether rows were uneven so far. A window of rows that have similar lengths by chance is cut like earlier
-        ones: whole, it would be an unplanned peak, the highest of the training."""
+        """Whether rows were uneven so far. A window of rows that have similar lengths by chance is then cut as well:
+        whole, it would be the highest peak of the training, which nothing has planned for."""
         padding = self.statistics.stock_tokens - self.statistics.real_tokens
         return padding > LEAST_PADDING * self.statistics.stock_tokens
 
@@ -268,8 +258,7 @@ class MicroBatchSizer:
         statistics.chunks += len(done)
         statistics.real_tokens += window.real_tokens
         statistics.stock_tokens += window.padded_tokens
-        # the others have no known rows or tokens
-        counted = [micro_batch for micro_batch, _ in done if micro_batch.rows]
+        counted = [micro_batch for micro_batch, _ in done if micro_batch.rows]  # the others have no known tokens
         statistics.processed_tokens += sum(map(self._processed, counted))
         self._last_window = {"chunks": len(done)}
         if counted:
@@ -334,8 +323,7 @@ class MicroBatchSizer:
             self._rests = False
         self._read_at_s = -math.inf
 
-    # -- called by attempts.run
-    # -------------------------------------------------------------------------------------------
+    # -- called by attempts.run ----------------------------------------------------------------------------------------
 
     def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
         """Return [micro_batch], or smaller micro-batches if it would not fit."""
@@ -380,9 +368,7 @@ class MicroBatchSizer:
 
     def _fitting_tokens(self, length: int, is_calm: bool) -> Optional[int]:
         """Return how many tokens of rows of ``length`` are predicted to fit now; None if the cost is not known yet.
-
-        is_calm: they may use the headroom.
-        """
+        ``is_calm``: they may use the headroom."""
         if self.gauge is None or self._before is None:
             return None
         return control.fitting_tokens(self.law, self.state, self._room_bytes(is_calm), length)
@@ -472,8 +458,7 @@ class MicroBatchSizer:
         smaller = self._window.split(micro_batch, self._cap, settings.max_batch_size, settings.min_batch_size)
         if smaller == [micro_batch]:
             if micro_batch in self._retried:
-                # The cap never falls below the longest row of all, but several short rows together may be smaller than
-                # that.
+                # The cap never falls below the longest row of all, but these rows together may be shorter than it.
                 most, fewest = settings.max_batch_size, settings.min_batch_size
                 smaller = self._window.split(micro_batch, micro_batch.length, most, fewest)
                 if smaller == [micro_batch]:
@@ -524,10 +509,8 @@ class MicroBatchSizer:
         return f"{rows} x {micro_batch.length}" if is_even else f"{rows} of {micro_batch.tokens} tokens"
 
     def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
-        """Write a row of the history and a line of the log.
-
-        tokens: the largest micro-batch from now on, if that is not the cap.
-        """
+        """Write a row of the history and a line of the log. ``tokens``: the largest micro-batch from now on, if that is
+        not the cap."""
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
             reason = f"{reason}; rows affect each other, so the parts do not give the gradient of the whole batch"

@@ -125,8 +125,7 @@ class MicroBatchStep:
         if self._is_fsdp:
             reshard(model)  # an evaluation may have gathered the weights
         optimized = -1 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
-        # Walking through a model takes as long as a small step, so do it only if the optimizer has got other
-        # parameters.
+        # Walking through a model takes as long as a small step, so do it only if the optimizer has other parameters.
         if self._is_fsdp or optimized < 0 or optimized != self._optimized:
             self._model_parameters, self._optimized = tuple(model.parameters()), optimized
         return [p for p in self._model_parameters if p.requires_grad]
@@ -136,8 +135,8 @@ class MicroBatchStep:
         they change with several processes or DeepSpeed."""
         parameters = self._trained_parameters()
         self.analysis.own_step.find_hooks(parameters)
-        is_prefetched = self._place.parameters
-        if len(parameters) == len(is_prefetched) and all(map(operator.is_, parameters, is_prefetched)):
+        known = self._place.parameters
+        if len(parameters) == len(known) and all(map(operator.is_, parameters, known)):
             return
         self.loop.gradient_bytes = sum(p.nbytes for p in parameters)
         if self.ranks.world_size > 1 or self.trainer.is_deepspeed_enabled:
@@ -181,8 +180,7 @@ class MicroBatchStep:
         """Return the accumulation batches that ``loss(inputs)`` runs: a whole window for its first batch, then none."""
         if self._losses:
             return ()
-        # the setting was lowered, so a step ends within the window
-        if len(self._prefetched) > self.trainer.args.gradient_accumulation_steps:
+        if len(self._prefetched) > self.trainer.args.gradient_accumulation_steps:  # lowered: a step ends within
             self.prefetched(())
         return self._prefetched if self._begins_window(inputs) else (inputs,)
 
@@ -372,8 +370,8 @@ class MicroBatchStep:
 
     @contextlib.contextmanager
     def _as_planned(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Inside, the loss path follows the plan for padding. If a planned micro-batch still came with padding, because
-        user code reads the model's outputs, plan with padding from here on."""
+        """Inside, the loss path follows the plan. If a micro-batch planned without padding came with it, because user
+        code reads more of the model's output than its loss, plan with padding from here on."""
         path, padded = self.trainer.loss_path, len(micro_batch.rows) * micro_batch.length
         if path is None or not path.is_padding_free:
             yield

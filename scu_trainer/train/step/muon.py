@@ -1,7 +1,7 @@
 """Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
 
-Muon is made for hidden matrices (torch.optim.Muon accepts nothing else): AdamW updates embeddings, the output layer,
-norms and biases. Both share one learning rate: updates of matrices are scaled to the size of AdamW's updates
+Muon is made for hidden matrices, and torch.optim.Muon accepts only 2-D parameters: AdamW updates embeddings, the output
+layer, norms and biases. Both share one learning rate: updates of matrices are scaled to the size of AdamW's updates
 (``adjust_lr_fn="match_rms_adamw"``, arXiv 2502.16982), so that a rate that suits AdamW suits both.
 """
 
@@ -35,8 +35,7 @@ class MuonWithAdamW(Optimizer):
         for kind in (Muon, AdamW):
             groups = [group for group in self.param_groups if ("ns_steps" in group) == (kind is Muon)]
             if groups:
-                # shares our state and groups, so that there is only one of each to load or pickle
-                part = object.__new__(kind)
+                part = object.__new__(kind)  # shares our state and groups, so that loading and pickling see one of each
                 part.__dict__.update(state=self.state, param_groups=groups, defaults=groups[0])
                 kind.step.__wrapped__(part)
 

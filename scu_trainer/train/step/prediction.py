@@ -137,11 +137,8 @@ class Prediction:
         return can_be_read_again and not trainer.args.batch_eval_metrics and trainer.accelerator.num_processes == 1
 
     def _obstacle(self, batch: Batch, get_reduction: Callable[[], Reduction]) -> Optional[str]:
-        """Return why parts of ``batch`` would give other metrics, or None.
-
-        A sample may be several rows to the loss, such as a pair; or each part, and finding out, would need an exchange
-        with the other ranks.
-        """
+        """Return why parts of ``batch`` would give other metrics, or None. A sample may be several rows to the loss,
+        such as a pair; or each part, and finding out, would need an exchange with the other ranks."""
         trainer = self.trainer
         obstacle = layout_for(trainer.model, batch.inputs).obstacle
         if obstacle is not None:
@@ -206,8 +203,8 @@ class Prediction:
         """Return the loss of a custom ``prediction_step``, which may differ from the training loss or pass it no count.
 
         If it equals the training loss, return that with its gradient, which tells the analysis more. ``ways``: whether
-        that loss has a count. A way that gave another loss is removed, so that all trials of the analysis use the same
-        one.
+        the training loss is called with the count. A way that gave another loss is removed, so that all trials of the
+        analysis use the same one.
         """
         with replaced(self, "items", (items,)):
             loss = predict(type(inputs)(inputs))[0]

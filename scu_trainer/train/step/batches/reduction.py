@@ -64,7 +64,7 @@ class Reduction:
     nothing. All others are means of the batch: over its ``rows``; over its learned ``labels``, or these without the
     first of each row (``shifted_labels``); over the tokens of its attention ``mask`` (``shifted_mask``); by a
     ``column`` of row weights; over ``targets``, with class weights.
-    mixes: why no split is exact, because rows affect each other; ``kind`` is then the nearest one.
+    mixes: why no split is exact, if rows affect each other; ``kind`` is then the nearest one.
     trims: cutting off padding does not change the loss; None while no padded row has been seen.
     reads_padding: how it was seen that padding does change the loss.
     may_be_cut: False if the model fails on few rows or takes them for something else (pairs), however short memory is.
@@ -114,10 +114,8 @@ class Reduction:
 
 
 def kinds_of_counts(inputs: Any) -> list[str]:
-    """Return kinds for inputs such as chosen_labels or loss_mask, which may say which entries count.
-
-    If all rows have equally many such entries, a loss that is a mean over them looks like a mean over rows.
-    """
+    """Return kinds for inputs such as chosen_labels or loss_mask, which may say which entries count. If all rows have
+    equally many such entries, a loss that is a mean over them looks like a mean over rows."""
     names = [name for name in sorted(inputs) if name.endswith(OF_ENTRIES) and name not in ("labels", "attention_mask")]
     return [f"{COUNT}{name}" for name in names if torch.is_tensor(inputs[name]) and inputs[name].dim() == 2]
 

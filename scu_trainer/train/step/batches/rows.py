@@ -128,11 +128,8 @@ def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_deco
 
 
 def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Batch:
-    """Return ``read_layout`` with the properties of ``model``.
-
-    not_by_rows: inputs that did not have one entry per row in an earlier batch (images of a conversation); if the
-    numbers agree in this batch, that is a coincidence.
-    """
+    """Return ``read_layout`` of ``inputs`` for ``model``. ``not_by_rows``: inputs that did not have one entry per
+    row in an earlier batch (images of a conversation); if the numbers agree in this batch, that is a coincidence."""
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     batch = read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
     if batch.obstacle is None and (mismatch := _media_mismatch(model, inputs)) is not None:
@@ -243,7 +240,7 @@ def _measure_rows(batch: Batch) -> None:
 
 
 def _is_full(batch: Batch) -> bool:
-    """Return whether no row is padded. On a device, asking would wait and cost more than measuring: return False."""
+    """Return whether no row is padded. False on a device, where finding out costs more than measuring the rows."""
     mask = batch.inputs["attention_mask"]
     has_decoder = batch.decoder_width > 0 or "decoder_attention_mask" in batch.inputs
     return mask.device.type == "cpu" and not has_decoder and bool(mask.all())
@@ -280,10 +277,8 @@ def signature(batch: Batch) -> tuple:
 
 
 def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, trim: bool = True) -> Any:
-    """Return a batch of ``rows``, grouped by their batch, with padding cut to the longest row.
-
-    Returns the inputs of the batch itself if the result would equal them.
-    """
+    """Return a batch of ``rows``, grouped by their batch, with padding cut to the longest row. Returns the inputs of
+    the batch itself if the result would equal them."""
     groups: dict[int, list[int]] = {}
     for number, row in rows:
         groups.setdefault(number, []).append(row)
@@ -309,10 +304,8 @@ def are_on_host(batches: Sequence[Any]) -> bool:
 
 
 def placed(inputs: Any, device: torch.device) -> Any:
-    """Return ``inputs`` on ``device``, copied while the host continues.
-
-    ``on_host`` still finds the host copies of the inputs that hold the lengths and the labels of the rows.
-    """
+    """Return ``inputs`` on ``device``, copied while the host continues. ``on_host`` still finds the host copies of the
+    inputs that hold the lengths and the labels of the rows."""
     if not isinstance(inputs, Mapping):
         return inputs
     moved = {name: copied_async(value, device) if torch.is_tensor(value) else value for name, value in inputs.items()}

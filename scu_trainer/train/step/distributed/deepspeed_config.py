@@ -90,15 +90,15 @@ def check_schedule(config: dict[str, Any], training: TrainingArguments, source: 
 
 
 def _check_lengths(params: dict[str, Any], training: TrainingArguments, source: str) -> None:
-    """Raise SettingsError for other lengths than in the settings. The stock Trainer compares these two when it knows
-    the number of steps: after everything is loaded."""
+    """Raise SettingsError for step counts that differ from the settings. The stock Trainer compares these two when it
+    knows the number of steps: after everything is loaded."""
     steps = training.max_steps
     warmup = max(1, training.get_warmup_steps(steps)) if steps > 0 else None
     for name, value in {"total_num_steps": steps if steps > 0 else None, "warmup_num_steps": warmup}.items():
-        matches = params.get(name, "auto")
-        if matches not in ("auto", value):
+        found = params.get(name, "auto")
+        if found not in ("auto", value):
             says = "the number of steps follows from the data" if value is None else f"the configuration says {value}"
-            raise SettingsError(f'{source} says scheduler.params.{name} {matches}, {says}; set "auto" there')
+            raise SettingsError(f'{source} says scheduler.params.{name} {found}, {says}; set "auto" there')
 
 
 def check_keys(config: dict[str, Any], source: str) -> None:
@@ -150,11 +150,11 @@ class Recorder(dict):
 
 def _first_error(error) -> str:
     """Return the first error of pydantic, with the nearest known name for an unknown one."""
-    matches = error.errors()[0]
-    name = ".".join(map(str, matches["loc"]))
-    if matches["type"] != "extra_forbidden":
-        return f"{name} is {matches['input']!r}: {matches['msg'][0].lower()}{matches['msg'][1:]}"
-    *sections, last = matches["loc"]
+    found = error.errors()[0]
+    name = ".".join(map(str, found["loc"]))
+    if found["type"] != "extra_forbidden":
+        return f"{name} is {found['input']!r}: {found['msg'][0].lower()}{found['msg'][1:]}"
+    *sections, last = found["loc"]
     return f"unknown key {name!r}{did_you_mean(str(last), _names_in(error.title, sections))}; remove it, or correct it"
 
 

@@ -102,10 +102,8 @@ def _under_fsdp(form: Optional[str]) -> str:
 
 
 def needed_launch(checkpoint: Path, here: Optional[str], weights_only: bool) -> Optional[str]:
-    """Return the only launch that reads the optimizer state of ``checkpoint``.
-
-    None if ``here`` (of ``launched_under``) reads it or starts it over, or if only DeepSpeed can tell.
-    """
+    """Return the only launch that reads the optimizer state of ``checkpoint``. None if ``here`` (of ``launched_under``)
+    reads it or starts it over, or if only DeepSpeed can tell."""
     saved = saved_under(checkpoint)
     starts_over = weights_only and here == WITHOUT and saved_form(checkpoint) is None
     return None if starts_over or here in (None, saved) else saved

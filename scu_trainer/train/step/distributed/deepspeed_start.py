@@ -36,17 +36,14 @@ def prepare_environment(deepspeed: Optional[str], use_cpu: bool) -> None:
     _be_the_only_process()
     _build_in_environment()
     if use_cpu:
-        # otherwise DeepSpeed looks for a GPU and warns that there is none
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it finds no GPU
         _disable_shared_memory_build()
 
 
 @contextlib.contextmanager
 def builds_reported(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, call ``say`` with a line when DeepSpeed compiles, silently for minutes, or waits for another build.
-
-    A killed build leaves a lock file behind, for which torch waits forever.
-    """
+    """Inside, ``say`` gets a line when DeepSpeed compiles, which takes minutes without output, or waits for another
+    build. A killed build leaves a lock file behind, for which torch waits forever."""
     from deepspeed.ops.op_builder.builder import OpBuilder
     from torch.utils.cpp_extension import _get_build_directory
 
@@ -75,7 +72,7 @@ def builds_reported(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _file_of_accelerate() -> Optional[str]:
-    """Return the configuration that the launch file names, and resolve its path in the variable, which others read."""
+    """Return the configuration that the launch file names, and put its full path into the variable for accelerate."""
     file_name = os.environ.get(FILE_VARIABLE)
     if file_name:
         os.environ[FILE_VARIABLE] = shipped.deepspeed(file_name)
@@ -121,29 +118,22 @@ def _be_the_only_process() -> None:
 
 def _build_in_environment() -> None:
     """Put what DeepSpeed compiles into the virtual environment, not the home folder, because it fits only one torch.
-
-    DeepSpeed compiles only if its file names an optimizer.
-    """
+    DeepSpeed compiles only if its file names an optimizer."""
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
 def _disable_shared_memory_build() -> None:
-    """Use gloo instead of DeepSpeed's shared-memory communication, which first compiles for a minute on a CPU.
-
-    An interrupted build would leave a lock for which the next start waits forever. There is no public switch.
-    """
+    """Use gloo instead of DeepSpeed's shared-memory communication, which first compiles for a minute on a CPU. An
+    interrupted build would leave a lock for which the next start waits forever. There is no public switch."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def share_process_group() -> None:
-    """Tell DeepSpeed about the process group that ``TrainingArguments`` have created on a CPU.
-
-    It would find out when training begins: too late for ZeRO-3, which divides weights among the known ranks while a
-    model is loaded.
-    """
+    """Tell DeepSpeed about the process group that ``TrainingArguments`` have created on a CPU. It would find out when
+    training begins: too late for ZeRO-3, which divides weights among the known ranks while a model is loaded."""
     import deepspeed
     import torch.distributed as dist
 
@@ -166,10 +156,8 @@ def process_group_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def models_kept_whole(training: Any) -> Iterator[None]:
-    """Inside, transformers makes models as without ZeRO-3, which would divide their weights among processes.
-
-    For models that are only inspected. training: TrainingArguments.
-    """
+    """Inside, transformers makes models as without ZeRO-3, which would divide their weights among processes. For models
+    that are only inspected. ``training``: TrainingArguments."""
     zero = getattr(training, "hf_deepspeed_config", None)
     if zero is None:
         yield
@@ -187,7 +175,7 @@ def leave_process_group(succeeded: bool) -> None:
     """Leave the process group, as the last thing that a launched process does.
 
     After success the ranks wait for each other, because rank 0 holds the store that the others use while they close
-    their connections. After a failure this rank does not wait, because it would wait forever.
+    their connections. After a failure there is no wait: a rank that failed alone would wait forever.
     """
     import torch.distributed as dist
 

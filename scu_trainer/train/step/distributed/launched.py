@@ -45,10 +45,8 @@ def is_lost_rank(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def lost_ranks_reported() -> Iterator[None]:
-    """Inside, a collective call that fails because another rank is gone raises ControlError.
-
-    The traceback of this rank would explain nothing, and hide the message of the rank that knows the cause.
-    """
+    """Inside, a collective call that fails because another rank is gone raises ControlError. The traceback of this rank
+    would explain nothing, and hide the message of the rank that knows the cause."""
     try:
         yield
     except RuntimeError as error:

@@ -14,10 +14,8 @@ from scu_trainer.train.step.distributed.sharded import is_fsdp
 
 
 def ranks_for(trainer) -> Ranks:
-    """Return the launcher's rules for a ``trainer`` with a wrapped model, as it is when training begins.
-
-    Raises ControlError for launchers and models with which micro-batches could hang or train something else.
-    """
+    """Return the launcher's rules for a ``trainer`` with a wrapped model, as it is when training begins. Raises
+    ControlError for launchers and models with which micro-batches could hang or train something else."""
     refuse_arguments(trainer)
     if trainer.is_deepspeed_enabled:
         return deepspeed_ranks(trainer)
@@ -56,11 +54,8 @@ def refuse_arguments(trainer) -> None:
 
 
 def refuse_fields(args: TrainingArguments) -> None:
-    """Raise ControlError for those arguments that can be checked without a trainer.
-
-    The number of GPUs is not among them: a model may be spread over several, and a comparison, which also calls this,
-    gives each of its runs one.
-    """
+    """Raise ControlError for those arguments that can be checked without a trainer. The number of GPUs is not among
+    them: a model may be spread over several, and a comparison, which also calls this, gives each of its runs one."""
     if args.auto_find_batch_size:
         raise ControlError(
             "auto_find_batch_size restarts training with a smaller batch, but memory control fits the requested "

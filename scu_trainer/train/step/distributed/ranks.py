@@ -69,11 +69,8 @@ class Ranks:
             yield
 
     def micro_batch(self, last: bool) -> AbstractContextManager:
-        """Context of forward and backward of one micro-batch; ``last``: no other follows in this window.
-
-        Nothing communicates here, but a loss may check for the last backward before an optimizer step, as in TRL's
-        GRPO.
-        """
+        """Context of forward and backward of one micro-batch; ``last``: no other follows in this window. Nothing
+        communicates here, but a loss may check for the last backward before an optimizer step, as in TRL's GRPO."""
         return self._sync_gradients(True) if last and self._completes else nullcontext()
 
     def drop_gradients(self) -> None:
@@ -82,8 +79,7 @@ class Ranks:
             weight.grad = None
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each value over all ranks. Every rank must call it at the same place, with the same
-        number of values."""
+        """Return the maximum of each value over all ranks. Every rank must call it at the same place, with as many."""
         if self.world_size == 1:
             return list(values)
         shared = torch.tensor(values, dtype=torch.int64, device=self._accelerator.device)
@@ -163,10 +159,8 @@ class ShardedRanks(Ranks):
 
 
 def from_most_urgent_rank(found: Optional[T], urgency: int, device: torch.device) -> Optional[T]:
-    """Return ``found`` of the first rank with the highest ``urgency`` on all ranks; None if each urgency is 0.
-
-    Every rank must call it at the same place. found: without tensors on a GPU, which would arrive on the sender's.
-    """
+    """Return ``found`` of the first rank with the highest ``urgency`` on all ranks; None if each urgency is 0. Every
+    rank must call it at the same place. ``found``: without tensors on a GPU, which would arrive on the sender's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     shared = torch.tensor(urgency * size + size - 1 - rank if urgency else 0, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
@@ -178,10 +172,8 @@ def from_most_urgent_rank(found: Optional[T], urgency: int, device: torch.device
 def in_buckets(
     tensors: Iterable[torch.Tensor], limit_bytes: int = BUCKET_BYTES, alone_bytes: int = ALONE_BYTES
 ) -> Iterator[torch.Tensor]:
-    """Yield flat tensors that the caller changes in place: copies of several, copied back, or a large one itself.
-
-    The order depends only on shapes, types and devices, so ranks with equal models see equal buckets.
-    """
+    """Yield flat tensors that the caller changes in place: copies of several, copied back, or a large one itself. The
+    order depends only on shapes, types and devices, so ranks with equal models see equal buckets."""
     for bucket in _buckets(tensors, limit_bytes, alone_bytes):
         if len(bucket) == 1 and bucket[0].is_contiguous():
             yield bucket[0].view(-1)
@@ -194,8 +186,7 @@ def in_buckets(
 
 
 def _buckets(tensors: Iterable[torch.Tensor], limit_bytes: int, alone_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Yield lists of one dtype and device, each at most ``limit_bytes`` or a single tensor of at least
-    ``alone_bytes``."""
+    """Yield lists of one dtype and device: at most ``limit_bytes``, or one tensor of at least ``alone_bytes``."""
     for same_kind in by_device_and_dtype(tensors):
         bucket, size_bytes = [], 0
         for tensor in same_kind:

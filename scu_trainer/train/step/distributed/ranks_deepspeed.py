@@ -73,8 +73,8 @@ class ZeroRanks(Ranks):
 
 
 def deepspeed_ranks(trainer) -> Ranks:
-    """Return the rules for DeepSpeed. Raises ControlError for what it cannot delay, or cannot survive a failed
-    micro-batch with."""
+    """Return the rules for DeepSpeed. Raises ControlError if it cannot delay its reduction, or survive a failed
+    micro-batch."""
     engine = trainer.model_wrapped
     _refuse_unusable(engine)
     stage = int(engine.zero_optimization_stage())

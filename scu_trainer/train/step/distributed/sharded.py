@@ -51,8 +51,7 @@ def needs_all_ranks(trainer: Trainer) -> bool:
 
 
 def is_fsdp(trainer: Trainer) -> bool:
-    # Not `is_fsdp_enabled`, because FSDP requested on a CPU becomes DDP. The user may also pass a model that is already
-    # wrapped.
+    # Not `is_fsdp_enabled`, because FSDP requested on a CPU becomes DDP. A user may also pass a model that is wrapped.
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     named = trainer.accelerator.distributed_type.value == "FSDP" or trainer.is_distributed_loading_by_transformers
@@ -60,10 +59,8 @@ def is_fsdp(trainer: Trainer) -> bool:
 
 
 def form_of_fsdp(training: TrainingArguments) -> Optional[str]:
-    """Return the ``fsdp_state_dict_type`` of an FSDP launch, or the one that a script has set since.
-
-    None without FSDP, or if accelerate trains data parallel instead (on a CPU, or with one process).
-    """
+    """Return the ``fsdp_state_dict_type`` of an FSDP launch, or the one that a script has set since. None without FSDP,
+    or if accelerate trains data parallel instead (on a CPU, or with one process)."""
     if not is_fsdp_requested(training) or training.distributed_state.distributed_type.value in ("NO", "MULTI_CPU"):
         return None
     made = AcceleratorState._shared_state.get("fsdp_plugin")
@@ -83,10 +80,8 @@ def save_whole(trainer: Trainer) -> None:
 
 
 def check_fsdp(checkpoint: Path, form: Optional[str]) -> None:
-    """Raise CheckpointError for weights that this launch cannot read, because FSDP has its own file formats.
-
-    form: the ``fsdp_state_dict_type`` of this launch; None without FSDP.
-    """
+    """Raise CheckpointError for weights that this launch cannot read, with or without their optimizer state: FSDP has
+    its own file formats. ``form``: the ``fsdp_state_dict_type`` of this launch; None without FSDP."""
     if not checkpoint.is_dir():
         return
     own = saved_form(checkpoint)
@@ -132,8 +127,7 @@ class BeforeFirstStep(TrainerCallback, Generic[T]):
     def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
         self.value: Optional[T] = None
         self._measure = measure
-        # DeepSpeed and FSDP place a model only when training begins; so does the stock Trainer for evaluation in half
-        # precision.
+        # DeepSpeed and FSDP place a model when training begins, as the stock Trainer does to evaluate in half precision.
         if is_sharded(trainer) or input_device(trainer.model).type != trainer.args.device.type:
             trainer.add_callback(self)
         else:
@@ -144,10 +138,8 @@ class BeforeFirstStep(TrainerCallback, Generic[T]):
 
 
 def training_precision(trainer: Trainer) -> AbstractContextManager:
-    """Return the precision context of training for a forward pass outside of it.
-
-    That is autocast; but DeepSpeed converts the weights themselves, and only when training begins.
-    """
+    """Return the precision context of training for a forward pass outside of it. That is autocast; but DeepSpeed
+    converts the weights themselves, and only when training begins."""
     if not trainer.is_deepspeed_enabled:
         return trainer.accelerator.autocast()
     dtype = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.dtype()

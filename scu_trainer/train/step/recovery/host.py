@@ -21,9 +21,9 @@ FULL_SHARE = 0.92
 
 
 class HostMemory:
-    """Collects garbage in ``look`` when main memory is nearly full.
+    """Collects garbage when main memory is nearly full.
 
-    threshold_gb: GiB in use, by all processes, above which ``look`` collects; None: ``FULL_SHARE`` of the limit.
+    threshold_gb: GiB in use, by all processes, from which on it collects; None: ``FULL_SHARE`` of the limit.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HostMemory:
         self.collections = 0
 
     def collect_if_full(self, step: int) -> None:
-        """Check main memory after optimizer step ``step``."""
+        """Collect garbage after optimizer step ``step`` if memory is full; checked every LOOKS_EVERY_STEPS steps."""
         if step % LOOKS_EVERY_STEPS:
             return
         reading = self._gauge.read()

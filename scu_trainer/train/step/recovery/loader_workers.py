@@ -86,10 +86,8 @@ def _iterator_with_workers(loader: DataLoader) -> Any:
 
 
 def collate_with_retry(collate: Callable[[Any], Any], rows: Any) -> Any:
-    """Return ``collate(rows)``; if it runs out of memory, call it once more, so that no batch is lost.
-
-    The second call gets copies of the original rows, because some collators write into them. Raises what it raises.
-    """
+    """Return ``collate(rows)``; if it runs out of memory, call it once more, so that no batch is lost. The second call
+    gets copies of the original rows, because some collators write into them. Raises what that call raises."""
     return _with_one_retry(functools.partial(collate, rows), functools.partial(collate, _copied(rows)))
 
 
@@ -112,10 +110,8 @@ class RetryingRows:
 
 
 def _with_one_retry(first: Callable[[], Any], second: Optional[Callable[[], Any]] = None, draws: bool = True) -> Any:
-    """Return ``first()``; if it runs out of memory, restore the random states and return ``second()``.
-
-    second: None for ``first`` again. draws: False if ``first`` never changes the random states.
-    """
+    """Return ``first()``; if it runs out of memory, restore the random states and return ``second()`` (None: ``first``
+    again). ``draws``: False if ``first`` never changes the random states."""
     before = rng_states() if draws else []
     with CatchOutOfMemory():
         return first()
@@ -158,10 +154,8 @@ _iterators: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 @atexit.register
 def _end_workers() -> None:
-    """End the workers before multiprocessing's exit handler, which sends a SIGTERM that they ignore, and waits.
-
-    That concerns persistent workers, and those of an iterator that the traceback of an error holds.
-    """
+    """End the workers before multiprocessing's exit handler, which sends a SIGTERM that they ignore, and waits. That
+    concerns persistent workers, and those of an iterator that the traceback of an error holds."""
     for iterator, process in list(_iterators.items()):
         if process == os.getpid():
             iterator._shutdown_workers()

@@ -167,11 +167,8 @@ class OptimizerGuard:
             group.update(before)
 
     def _plan(self, groups: Sequence[list[Pair]]) -> list[ParameterGroupPart]:
-        """Return the parts of an update of the optimizer's ``groups``.
-
-        Parts with copies come first, and of these the largest parameters: if one cannot be updated, nothing has changed
-        yet.
-        """
+        """Return the parts of an update of the optimizer's ``groups``. Parts with copies come first, and of these the
+        largest parameters: if one cannot be updated, nothing has changed yet."""
         copied: list[Pair] = []
         paged: list[Pair] = []
         in_place: dict[Any, list[Pair]] = defaultdict(list)

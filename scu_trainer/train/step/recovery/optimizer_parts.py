@@ -88,10 +88,8 @@ class SavedPart:
 
 
 def _protected_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return ``entry`` so that a failed update cannot change it, except for its tensors.
-
-    The projections of GaLore and APOLLO are objects, which get new tensors in the step and write to none.
-    """
+    """Return ``entry`` so that a failed update cannot change it, except for its tensors. The projections of GaLore and
+    APOLLO are objects, which get new tensors in the step and write to none."""
     return {name: shallow_copy(value) if hasattr(value, "ortho_matrix") else value for name, value in entry.items()}
 
 
@@ -121,10 +119,8 @@ def _copies(tensors: list[torch.Tensor], to_host: bool) -> Iterator[tuple[torch.
 
 
 def is_paged(tensor: Any) -> bool:
-    """Return whether ``tensor`` is a bitsandbytes state that moves between GPU and host.
-
-    torch takes it for a host tensor, so copying it would move all of it to the host.
-    """
+    """Return whether ``tensor`` is a bitsandbytes state that moves between GPU and host. torch takes it for a host
+    tensor, so copying it would move all of it to the host."""
     return getattr(tensor, "is_paged", False)
 
 
@@ -135,11 +131,8 @@ def _wait_for_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _writes_gradients(optimizer: Optimizer) -> bool:
-    """Return whether an update writes to the gradients.
-
-    Nesterov's foreach update adds to them, fused updates under a GradScaler unscale them, and schedule-free optimizers
-    (which have a ``train_mode``) compute in their memory.
-    """
+    """Return whether an update writes to the gradients. Nesterov's foreach update adds to them, fused updates under a
+    GradScaler unscale them, and schedule-free optimizers (which have a ``train_mode``) compute in their memory."""
     in_groups = any(group.get("nesterov") or "train_mode" in group for group in optimizer.param_groups)
     return in_groups or getattr(optimizer, "grad_scale", None) is not None
 

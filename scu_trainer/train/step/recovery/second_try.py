@@ -1,7 +1,7 @@
 """Work that runs out of memory: repeated once after memory was freed, or reported in one line.
 
-    CatchOutOfMemory   around code that may fail: every recovery begins with it
-    second_try         for work that changes nothing before it succeeds: measuring, copying, counting, joining
+    CatchOutOfMemory        around code that may fail: every recovery begins with it
+    second_try              for work that changes nothing before it succeeds: measuring, copying, counting, joining
     out_of_memory_reported  around a whole training or evaluation: any other out-of-memory error ends with our message
 
 A micro-batch (``attempts.py``) and the optimizer (``optimizer_guard.py``) can try smaller parts; this work cannot.
@@ -140,10 +140,7 @@ def out_of_memory_reported(doing: Callable[[], str]) -> Iterator[None]:
         is_loading = any(LOADER_FILES in frame.filename for frame in frames)
         problem = f"{doing()} ran out of memory {'reading its rows' if is_loading else 'where nothing can be repeated'}"
         _raise_out_of_memory(
-            f"{problem} ({place})",
-            SMALLER_LOADER if is_loading else MORE_ROOM,
-            _first_line(error),
-            error,
+            f"{problem} ({place})", SMALLER_LOADER if is_loading else MORE_ROOM, _first_line(error), error
         )
 
 

@@ -41,7 +41,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that torch itself keeps in a module: its mode, weights, buffers, hooks."""
 
 MOST_BYTES = 64 * 2**20
-"""Tensors that are not buffers, and containers of tensors, are restored only up to this size."""
+"""The values of a tensor that is not a buffer, or of all tensors in a container, are restored only up to this size."""
 
 COPIED_BYTES = 64 * 2**20
 """Buffers up to this total, the smallest first, are copied at every snapshot, whether they change or not. Larger ones
@@ -239,9 +239,7 @@ def _names(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attributes:
     """Return the attributes of ``modules`` and ``owner`` that are plain values, arrays, tensors or containers.
-
-    Containers of the state of a trainer, which hold its log, are left out.
-    """
+    Containers of the state of a trainer, which hold its log, are left out."""
     seen: set[int] = set()  # a mask that all layers share is copied once
     attributes: Attributes = [(module, _plain_attributes(module, seen), None, is_small) for module in modules]
     if owner is not None:
@@ -251,9 +249,7 @@ def plain_attributes(modules: Sequence[nn.Module], owner: Any = None) -> Attribu
 
 def restore_attributes(attributes: Attributes, only: Callable[[Any], bool] = lambda _: True) -> None:
     """Restore ``attributes``, as often as needed. Other references to a container see its restored entries too.
-
-    only: restore an attribute only if its current value passes.
-    """
+    ``only``: restore an attribute only if its current value passes."""
     for one, known, names, is_deleted in attributes:
         now = vars(one)
         for name, (value, restore) in known.items():
@@ -335,14 +331,14 @@ def container_restorer(value: Any, of_other: Callable[[Any], Optional[PutBack]],
     entries = dict(value) if is_map else kind(value)
     within = [restore for entry in _entries(value) if (restore := container_restorer(entry, of_other, seen))]
 
-    def restore_rng_states() -> None:
+    def restore_entries() -> None:
         if len(value) != len(entries) or any(map(operator.is_not, _entries(value), _entries(entries))):
             kind.clear(value)  # model outputs disable their own method
             (kind.extend if kind in (list, deque) else kind.update)(value, entries)
         for restore in within:
             restore()
 
-    return restore_rng_states
+    return restore_entries
 
 
 def array_restorer(value: Any) -> Optional[PutBack]:
