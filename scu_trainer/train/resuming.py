@@ -99,11 +99,8 @@ def warn_about_no_step(trainer: Any) -> None:
 
 
 def warn_about_loader(loader: Any, skips: bool, is_stock: bool) -> None:
-    """Warn about what a resumed run does not get from ``loader`` as an uninterrupted run would.
-
-    skips: the run resumes within an epoch. is_stock: every loop is off, so no row is read that the stock Trainer would
-    not read.
-    """
+    """Warn about what a resumed run does not get from ``loader`` as before. ``skips``: it resumes within an epoch.
+    ``is_stock``: every loop is off, so no row is read that the stock Trainer would not read."""
     if skips:
         _warn_about_replaced_loader(loader)
     persists = getattr(loader, "persistent_workers", False)

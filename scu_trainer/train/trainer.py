@@ -420,10 +420,8 @@ class SCUTrainer(Trainer):
         return loss
 
     def stock_training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """Run forward and backward of one micro-batch as ``transformers.Trainer`` does for a batch; return its loss.
-
-        If a loop adds to the loss, the result has shape (2,): the full loss and the task's own loss.
-        """
+        """Run forward and backward of one micro-batch as ``transformers.Trainer`` does for a batch; return its loss. If
+        a loop adds to the loss, the result has shape (2,): the full loss and the task's own loss."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         task_loss = _first_not_none(loop.task_loss(loss) for loop in self.loops)
         # Clone, because losses are kept while further batches run, and a CUDA graph (torch_compile_mode:
@@ -633,10 +631,8 @@ def _first_not_none(values: Iterable[Any]) -> Any:
 
 
 def _arguments_by_name(method: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the given arguments, and no others, by their names in ``method`` of the stock Trainer.
-
-    An override may take them in another order, with other defaults, or not at all.
-    """
+    """Return the given arguments, and no others, by their names in ``method`` of the stock Trainer. An override may
+    take them in another order, with other defaults, or not at all."""
     bound = inspect.signature(method).bind(None, *args, **kwargs)
     return {name: value for name, value in bound.arguments.items() if name != "self"}
 

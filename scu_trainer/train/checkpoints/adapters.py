@@ -1,8 +1,5 @@
-"""Compares the adapter of a checkpoint with the one that is trained.
-
-peft loads weights into whatever adapter there is, drops those without a counterpart, and leaves the others as they were
-initialized.
-"""
+"""Compares the adapter of a checkpoint with the one that is trained: peft loads weights into any adapter, drops those
+without a counterpart, and leaves the others as they were initialized."""
 
 from __future__ import annotations
 

@@ -85,10 +85,7 @@ KINDS = {"configuration": dict, "data": dict, "weights": dict, "versions": dict,
 
 @dataclass(frozen=True)
 class Change:
-    """``name`` was ``before`` and is ``now``.
-
-    is_refused: resuming would train something else, or fail.
-    """
+    """``name`` was ``before`` and is ``now``. ``is_refused``: resuming would train something else, or fail."""
 
     name: str
     before: Any
@@ -179,11 +176,9 @@ def _differ(before: Any, now: Any) -> bool:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
-    """Return what changed between two descriptions as in training_config.json.
-
-    Their keys: configuration, world_size, data, weights, versions, git_commit. has_plan: the curriculum loop plans the
-    rows of an epoch and knows which of them were seen.
-    """
+    """Return what changed between two descriptions as in training_config.json (configuration, world_size, data,
+    weights, versions, git_commit). ``has_plan``: the curriculum loop plans the rows of an epoch and knows which were
+    seen."""
     was, here = before.get("configuration", {}), now["configuration"]
     changed = changed_settings(was, here)
     keeps_order = _seed_of_rows(was) == _seed_of_rows(here)
@@ -287,8 +282,7 @@ def _change_of_fact(name: str, before: Any, now: Any, consequence: str) -> list[
 
 
 def _change_of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return a change if a share of the data is held out, and would now be another one. Older versions used one seed
-    for everything."""
+    """Return a change if another share of the data would be held out. Older versions used one seed for everything."""
     was, here, settings = before.get("split_seed", before.get("seed")), now.get("split_seed"), now["configuration"]
     data = [facts.get("data", {}).get("fingerprint") for facts in (before, now)]
     is_same = None not in data and data[0] == data[1]  # for example if a manifest says what is held out

@@ -168,13 +168,12 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
 
 
 def _is_torn_zip(path: Path) -> bool:
-    """Return whether a file of ``torch.save``, a zip archive with its directory at the end, is torn. A file that begins
-    differently has an older format."""
+    """Return whether a file of ``torch.save`` is torn: no file, an empty one, or a zip archive without its end."""
     if not path.is_file():
         return True
     with open(path, "rb") as file:
         begins = file.read(2)
-    return not zipfile.is_zipfile(path) if begins == b"PK" else not begins
+    return not zipfile.is_zipfile(path) if begins == b"PK" else not begins  # other beginnings: an older format
 
 
 def _lost_weights(checkpoint: Path, found: list[Difference]) -> Optional[str]:

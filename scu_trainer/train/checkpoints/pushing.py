@@ -32,10 +32,7 @@ OURS = re.compile(rf"{HELD}checkpoint-\d+")
 
 
 class Pushes:
-    """The uploads of one trainer.
-
-    notices: one line per checkpoint that did not reach the Hub.
-    """
+    """The uploads of one trainer. ``notices``: one line per checkpoint that did not reach the Hub."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -43,8 +43,7 @@ def newest_checkpoint(
 
 
 def whole_checkpoint(run: Path, weights_only: bool, tells: bool = True) -> tuple[Path, list[str]]:
-    """Return the newest checkpoint in ``run``, for any number of ranks, and why newer ones were skipped. Raises
-    CheckpointError if there is none."""
+    """Return the newest checkpoint for any number of ranks, and why newer ones were skipped. Raises CheckpointError."""
     newest, skipped = newest_checkpoint(run, None, weights_only, tells)
     if newest is None:
         raise CheckpointError(

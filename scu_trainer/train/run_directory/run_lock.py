@@ -89,8 +89,8 @@ class RunLock:
 
 
 def holds_nothing(run: Path) -> bool:
-    """Return whether a folder is empty, except for the lock of a start that wrote nothing, or is prepared for a
-    background run."""
+    """Return whether a folder is empty but for the lock of a start that wrote nothing, or waits for a background
+    run."""
     names = {path.name for path in run.iterdir()} - {LOCK_FILE} if run.is_dir() else {"not a folder"}
     return not names or ("background" in names and names <= BACKGROUND_FILES)
 

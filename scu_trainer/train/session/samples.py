@@ -1,7 +1,5 @@
 """Answers a few held-out prompts before training, at each evaluation and at the end, to show the metrics in words.
-
-Training is not affected: nothing is drawn at random, and weights and modes are restored.
-"""
+Nothing is drawn at random, and weights and modes are restored, so training is not affected."""
 
 from __future__ import annotations
 

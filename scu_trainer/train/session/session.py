@@ -195,11 +195,8 @@ def _kept_intervals(checkpoint: Path, training: TrainingArguments) -> Iterator[s
 
 
 class TakeOverCallback(TrainerCallback):
-    """Does what a resumed run cannot undo, once its checkpoint has been read.
-
-    If the resume is refused before that, for example because of other data, the run directory stays as it was, and its
-    own command still resumes the run.
-    """
+    """Does what a resumed run cannot undo, once its checkpoint has been read. If the resume is refused before that,
+    such as for other data, the run directory stays as it was, and its own command still resumes the run."""
 
     def __init__(self, take_over: Callable[[], None]) -> None:
         self._take_over: Optional[Callable[[], None]] = take_over

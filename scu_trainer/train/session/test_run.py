@@ -113,8 +113,7 @@ def measure(job: Job, before_s: float = 0.0) -> Estimate:
 
 @contextlib.contextmanager
 def _shared_scratch() -> Iterator[str]:
-    """Yield one folder for all ranks, as checkpoints need it. It is removed when all ranks have left; after a failure,
-    none of them waits."""
+    """Yield one folder for all ranks, as checkpoints need it, until all have left it. After a failure none waits."""
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(tempfile.TemporaryDirectory(prefix=TEST_RUN)) if is_main_process() else ""
         (scratch,) = broadcast_object_list([own])

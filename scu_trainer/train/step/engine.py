@@ -67,11 +67,9 @@ class StockEngine:
 
 
 class MicroBatchEngine(StockEngine):
-    """Runs accumulation windows in micro-batches.
-
-    If the trainer has a ``prediction``, it also recovers from out-of-memory, in training and in evaluation. ``lean``: a
-    ``LeanPrediction``, which computes in an evaluation only what is asked for.
-    """
+    """Runs accumulation windows in micro-batches. With a ``prediction`` of the trainer it also recovers from
+    out-of-memory, in training and evaluation. ``lean``: a ``LeanPrediction``, which computes in an evaluation only what
+    is asked for."""
 
     def __init__(self, trainer: Trainer, lean: Any) -> None:
         super().__init__(trainer)

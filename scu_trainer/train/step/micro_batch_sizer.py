@@ -59,11 +59,9 @@ def has_own_memory(device: str) -> bool:
 
 
 def may_grow(device: torch.device, weights: Iterable[torch.Tensor]) -> bool:
-    """Return whether micro-batches may grow beyond the batch that the user asked for.
-
-    Not if ``device_map`` spreads layers over several GPUs, because the memory of only one is read, and not on an
-    integrated GPU, which shares the machine's memory: running out of it kills this process or another.
-    """
+    """Return whether micro-batches may exceed the batch asked for: not if ``device_map`` uses several GPUs, of which
+    only one is read, nor on an integrated GPU, where running out of the machine's memory kills this process or
+    another."""
     cards = {weight.device for weight in weights if weight.device.type not in ("cpu", "meta")}
     is_shared = device.type == "cuda" and torch.cuda.get_device_properties(device).is_integrated
     return has_own_memory(device.type) and len(cards) < 2 and not is_shared
@@ -387,12 +385,9 @@ class MicroBatchSizer:
             self._before = self.gauge.read()
 
     def _is_worth_measuring(self, micro_batch: MicroBatch) -> bool:
-        """Return whether a micro-batch after the first windows should be measured.
-
-        That is the case if it is much larger than any that ran, or if sizes cannot grow because their cost is unknown.
-        Larger ones are measured only once: if rows share a prefix, the model learns from the fewer tokens that the
-        layers saw.
-        """
+        """Return whether to measure a micro-batch after the first windows: it is much larger than any that ran, or
+        sizes cannot grow because their cost is unknown. Larger ones only once: with a shared prefix, the model learns
+        from the fewer tokens that the layers saw."""
         cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if cost.fitted:
             return cost.is_worth_measuring(*shape) and any(map(operator.gt, shape, self._measured_up_to))
@@ -509,8 +504,8 @@ class MicroBatchSizer:
         return f"{rows} x {micro_batch.length}" if is_even else f"{rows} of {micro_batch.tokens} tokens"
 
     def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
-        """Write a row of the history and a line of the log. ``tokens``: the largest micro-batch from now on, if that is
-        not the cap."""
+        """Write a row of the history and a line of the log. ``tokens``: the largest micro-batch from now on, if not the
+        cap."""
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
             reason = f"{reason}; rows affect each other, so the parts do not give the gradient of the whole batch"

@@ -54,10 +54,8 @@ TEXT_PARTS = ("encoder", "decoder", "text_encoder", "generator", "text_config")
 
 
 class MicroBatchStep:
-    """Runs accumulation windows for one trainer.
-
-    loop: the memory loop. analysis: knows how the loss adds up over rows.
-    """
+    """Runs accumulation windows for one trainer. ``loop``: the memory loop. ``analysis``: how the loss adds up over
+    rows."""
 
     def __init__(self, trainer: Trainer, settings: MemorySettings, gauge: Optional[Gauge] = None) -> None:
         device = trainer.args.device
@@ -100,8 +98,7 @@ class MicroBatchStep:
         counts = changing_objects_of(self.trainer)
         self._place = steps.AttemptSite(
             self.trainer.args.device,
-            # shared, so that a step walks through the model only once
-            ChangingBuffers(model) if guard is None else guard.buffers,
+            ChangingBuffers(model) if guard is None else guard.buffers,  # shared: one walk through the model per step
             parameters,
             self.ranks.drop_gradients,
             counts,
@@ -229,8 +226,7 @@ class MicroBatchStep:
     def _checked_window(
         self, window: AccumulationWindow, micro_batches: list[MicroBatch], num_items: Any
     ) -> tuple[AccumulationWindow, list[MicroBatch]]:
-        """Return the window and its micro-batches; whole batches if the loss turns out not to be the sum over
-        micro-batches."""
+        """Return the window and its micro-batches: whole batches if the loss is not the sum over its micro-batches."""
         if self.ranks.even_micro_batches or self.analysis.holds(window, self.loop.bounded(micro_batches), num_items):
             return window, micro_batches
         window = self._window_of(window.batches)

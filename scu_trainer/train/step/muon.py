@@ -20,8 +20,7 @@ from scu_trainer.errors import ControlError
 class MuonWithAdamW(Optimizer):
     """Muon for ``matrices``, groups of 2-D parameters, and AdamW for ``others``, groups that may be empty.
 
-    Groups are given as torch takes them. The update of each parameter is that of torch and depends on no other
-    parameter.
+    Groups are as torch takes them. The update of each parameter is torch's own and depends on no other parameter.
     """
 
     def __init__(self, matrices: list[dict], others: list[dict], lr: float, **adam: Any) -> None:

@@ -72,11 +72,9 @@ def _is_plain_lora(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def redundant_train_call_skipped(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the first ``model.train()`` returns at once if it would change nothing.
-
-    That is the case if all of ``modules`` (those of ``model``) are in training mode by then and none overrides
-    ``train``. Later calls, other modes, and calls with empty ``modules`` are unchanged.
-    """
+    """Inside, the first ``model.train()`` returns at once if all of ``modules`` (those of ``model``) are in training
+    mode by then and none overrides ``train``. Later calls, other modes, and calls with empty ``modules`` are
+    unchanged."""
     if not modules or "train" in vars(model):
         yield
         return

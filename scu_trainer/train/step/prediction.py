@@ -42,10 +42,7 @@ FEWER_LOGITS = (
 
 
 class Prediction:
-    """Runs ``prediction_step`` of one trainer in parts.
-
-    items: what the stock count of labels returns meanwhile.
-    """
+    """Runs ``prediction_step`` of one trainer in parts. ``items``: what the stock count of labels returns meanwhile."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -110,11 +107,8 @@ class Prediction:
         return inputs if self._prepares_as_stock else self.trainer._prepare_inputs(inputs)
 
     def evaluated(self, evaluate: Callable[[], Result], loader: Any) -> Result:
-        """Return ``evaluate()``, a whole pass over ``loader``.
-
-        If something between batches (collecting logits, metrics, the loader) runs out of memory, start over once from
-        the first batch, with the random states from before.
-        """
+        """Return ``evaluate()``, a pass over ``loader``. If something between batches (collecting logits, metrics, the
+        loader) runs out of memory, start over once from the first batch, with the random states from before."""
         if not self._can_start_over(loader):
             return evaluate()
         restore = self._make_restore()

@@ -118,16 +118,13 @@ def reshard(model: nn.Module) -> None:
 
 
 class BeforeFirstStep(TrainerCallback, Generic[T]):
-    """A measurement of the model before its first step.
-
-    It is made immediately or, if the model cannot run yet as it will in training, on all ranks when training begins. A
-    run that resumes has loaded the weights of its checkpoint by then.
-    """
+    """A measurement of the model before its first step: made at once or, if the model cannot run yet as it will in
+    training, on all ranks when training begins. A run that resumes has loaded its checkpoint's weights by then."""
 
     def __init__(self, trainer: Trainer, measure: Callable[[], T]) -> None:
         self.value: Optional[T] = None
         self._measure = measure
-        # DeepSpeed and FSDP place a model when training begins, as the stock Trainer does to evaluate in half precision.
+        # DeepSpeed and FSDP place a model when training begins, as the stock Trainer does if it evaluates in 16 bits.
         if is_sharded(trainer) or input_device(trainer.model).type != trainer.args.device.type:
             trainer.add_callback(self)
         else:

@@ -19,10 +19,8 @@ Result = TypeVar("Result")
 
 
 class Halving:
-    """Runs rows at once while they fit, and in parts of half the size when they do not.
-
-    largest_rows: the size that fitted after an out-of-memory error, with which later calls begin; None before one.
-    """
+    """Runs rows at once while they fit, else in parts of half the size. ``largest_rows``: the size that fitted after an
+    out-of-memory error, with which later calls begin; None before one."""
 
     def __init__(self) -> None:
         self.largest_rows: Optional[int] = None
@@ -31,11 +29,9 @@ class Halving:
     def run(
         self, count: int, attempt: Callable[[range], Result], obstacle: Callable[[], Optional[str]] = lambda: None
     ) -> list[tuple[range, Result]]:
-        """Call ``attempt`` with consecutive ranges from 0 to ``count`` and return (range, result) pairs.
-
-        obstacle: returns why rows may not be cut, called only if they have to be. Raises OutOfMemory if one row, or
-        rows that may not be cut, fail twice.
-        """
+        """Call ``attempt`` with consecutive ranges from 0 to ``count``; return (range, result) pairs. ``obstacle``: why
+        rows may not be cut, called only if they must be. Raises OutOfMemory if one row, or rows that may not be cut,
+        fail twice."""
         results: list[tuple[range, Result]] = []
         begin, is_second_try = 0, False
         is_whole = count > (self.largest_rows or count) and obstacle() is not None  # an earlier call was cut
@@ -71,10 +67,8 @@ class Halving:
 
 
 class AllRowsAtOnce(Halving):
-    """Runs all rows at once, for a model with shards on several ranks.
-
-    If one rank runs out of memory, the others wait inside the same forward pass, so none can run it again.
-    """
+    """Runs all rows at once, for a model with shards on several ranks: if one of them runs out of memory, the others
+    wait inside the same forward pass, so none can run it again."""
 
     def run(
         self, count: int, attempt: Callable[[range], Result], obstacle: Callable[[], Optional[str]] = lambda: None

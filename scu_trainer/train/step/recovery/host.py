@@ -21,10 +21,8 @@ FULL_SHARE = 0.92
 
 
 class HostMemory:
-    """Collects garbage when main memory is nearly full.
-
-    threshold_gb: GiB in use, by all processes, from which on it collects; None: ``FULL_SHARE`` of the limit.
-    """
+    """Collects garbage when main memory is nearly full. ``threshold_gb``: GiB in use, by all processes, from which on
+    it collects; None: ``FULL_SHARE`` of the limit."""
 
     def __init__(
         self,

@@ -32,10 +32,8 @@ from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 
 class IgnoreSignals:
-    """A ``worker_init_fn`` that ignores signals and then calls ``inner``.
-
-    A second SIGTERM is obeyed: it comes from the run, because the worker hangs.
-    """
+    """A ``worker_init_fn`` that ignores signals and calls ``inner``. A second SIGTERM is obeyed: the run sends it to a
+    worker that hangs."""
 
     def __init__(self, inner: Optional[Callable[[int], Any]]) -> None:
         self.inner = inner
@@ -56,11 +54,8 @@ class IgnoreSignals:
 
 
 def _send_error(queue: Queue, worker_id: int, print_error: Callable[..., None], error: Exception, item: Any) -> None:
-    """Send ``error`` instead of ``item``. Runs in a worker, in the thread that sends items.
-
-    item: (number of a batch, the batch or the error raised while making it). An error of a class that cannot be pickled
-    is sent as a RuntimeError with its text.
-    """
+    """Send ``error`` instead of ``item``, a batch's number and the batch or what making it raised. Runs in the sending
+    thread of a worker. An error of a class that cannot be pickled is sent as a RuntimeError with its text."""
     number, content = item if isinstance(item, tuple) and len(item) == 2 else (None, None)
     if isinstance(content, ExceptionWrapper) and content.exc_type is not RuntimeError:
         error = RuntimeError(content.exc_msg)

@@ -39,11 +39,8 @@ def release_limit(device: torch.device) -> None:
 
 
 def limited_gauge(device: torch.device, limit_gb: Optional[float]) -> Gauge:
-    """Return the gauge of a device, limited to ``limit_gb`` GiB if given.
-
-    On CUDA this also limits the allocator, so that an excess fails here and not in another process. Raises
-    RequirementError for a device that cannot be measured.
-    """
+    """Return the gauge of a device, limited to ``limit_gb`` GiB if given; on CUDA the allocator is limited too, so that
+    an excess fails here and not in another process. Raises RequirementError for a device that cannot be measured."""
     release_limit(device)
     gauge = gauge_for(device)
     if limit_gb is None:

@@ -190,8 +190,8 @@ class OptimizerGuard:
         return cut(copied, self._part_bytes) + [ParameterGroupPart((pair,), copied=False) for pair in paged] + whole
 
     def _has_pages(self, parameter: torch.Tensor) -> bool:
-        """Return whether bitsandbytes pages the state: one kernel updates it without allocating, and a copy would move
-        it to the host."""
+        """Return whether bitsandbytes pages the state: its kernel allocates nothing, and a copy would move it to the
+        host."""
         return any(map(is_paged, self.optimizer.state.get(parameter, {}).values()))
 
     def _attempt(self, part: ParameterGroupPart) -> bool:

@@ -23,8 +23,7 @@ from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger(__name__)
 
-# Modules with a step() that treats each parameter independently and keeps no other state, so that steps over parts
-# equal one step over all.
+# Modules with a step() that treats each parameter on its own and keeps no other state: steps over parts equal one.
 ONE_BY_ONE = frozenset(
     {f"torch.optim.{name}" for name in ("adadelta", "adagrad", "adam", "adamax", "nadam", "radam", "rmsprop", "sgd")}
     | {"torch.optim._adafactor", "torch.optim._muon", "transformers.optimization"}

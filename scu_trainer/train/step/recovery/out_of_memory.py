@@ -1,7 +1,6 @@
 """Out-of-memory errors: recognizing them, reading how much they wanted, and releasing what they keep alive.
 
-Errors are recognized by type first, and by text if they have no such type. An error that a retry cannot cure does not
-count.
+Errors are recognized by type first, then by text. An error that a retry cannot cure does not count.
 """
 
 from __future__ import annotations

@@ -49,10 +49,7 @@ are copied in the first window, and afterwards only if they have been seen to ch
 
 
 class KeptBuffer(NamedTuple):
-    """A buffer and its copy.
-
-    tensor: None if the name was registered without a tensor. copy: None if there is no copy.
-    """
+    """A buffer and its copy. ``tensor``: None if the name has no tensor. ``copy``: None if there is none."""
 
     module: nn.Module
     name: str
@@ -281,11 +278,8 @@ def _plain_attributes(one: Any, seen: set[int]) -> dict[str, tuple[Any, Optional
 
 
 def bytes_held(container: Any) -> Optional[int]:
-    """Return the bytes of tensors and arrays within ``container``.
-
-    Returns None if it has more than MOST_ENTRIES, or ten times as many in all levels, or if a tensor is part of a
-    graph: then it is a loss or an intermediate result, not a state.
-    """
+    """Return the bytes of tensors and arrays within ``container``. None for more than MOST_ENTRIES entries, or ten
+    times as many in all levels, and for a tensor of a graph: that is a loss, or what it came from, and not a state."""
     waiting, left, found = [container], 10 * MOST_ENTRIES, 0
     while waiting:
         one = waiting.pop()
@@ -376,11 +370,8 @@ def _entries(container: Any) -> Iterable[Any]:
 
 
 class WindowSnapshot:
-    """The random states, buffers, gradients and counters before a micro-batch.
-
-    parameters: the trainable ones. counting: the modules and their trainer, with ``plain_attributes`` that count or
-    collect while a loss is computed.
-    """
+    """The random states, buffers, gradients and counters before a micro-batch. ``parameters``: the trainable ones.
+    ``counting``: modules and their trainer, whose ``plain_attributes`` count or collect while a loss is computed."""
 
     def __init__(
         self,
