@@ -191,9 +191,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
     found += _change_of_split(before, now)
     text = "ranks get other rows than in the previous run"
     found += _change_of_fact("world_size", before.get("world_size"), now.get("world_size"), text)
-    goes_on = "if as many rows of the same lengths are left, the" if has_plan else "the"
+    condition = "if as many rows of the same lengths are left, the" if has_plan else "the"
     text = (
-        f"the data differ from those of the previous run; {goes_on} position in the epoch is kept by number, so rows "
+        f"the data differ from those of the previous run; {condition} position in the epoch is kept by number, so rows "
         "may be seen twice or not at all"
     )
     found += _change_of_fact("data", before.get("data", {}).get("fingerprint"), now["data"].get("fingerprint"), text)

@@ -55,7 +55,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that ignores a full disk: printing a traceback for each lost line would hide the run's own output."""
+    """On a full disk, lines wait in the buffer for room; a traceback for each would hide the run's own output."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

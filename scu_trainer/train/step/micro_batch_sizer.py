@@ -327,13 +327,13 @@ class MicroBatchSizer:
         """Return [micro_batch], or smaller micro-batches if it would not fit."""
         limit = self._cap
         room = self._predicted_limit(micro_batch)
-        if room is not None and room < min(limit, micro_batch.tokens) and not self._fits_at_most(micro_batch):
+        if room is not None and room < min(limit, micro_batch.tokens) and not self._fits_at_upper_bound(micro_batch):
             limit = min(limit, max(room, self._floor))
             self._note_prediction(micro_batch, limit)
         return self._cut_to(micro_batch, limit)
 
-    def _fits_at_most(self, micro_batch: MicroBatch) -> bool:
-        """Return whether a micro-batch too large for a prediction fits even at the most memory that it can take."""
+    def _fits_at_upper_bound(self, micro_batch: MicroBatch) -> bool:
+        """Return whether a micro-batch that is too large for a prediction fits even with the most that it can take."""
         cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if self.state.failed_tokens is not None or cost.predict(*shape) is not None:
             return False

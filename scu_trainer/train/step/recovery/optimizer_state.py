@@ -120,7 +120,7 @@ def _estimated_bytes(optimizer: Optimizer, made: list[torch.Tensor], parameters:
 
 
 def _make_state(optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    parameter.grad = torch.empty_like(parameter)  # only used as a placeholder
+    parameter.grad = torch.empty_like(parameter)  # its values reach nothing that lasts
     try:
         with contextlib.suppress(_FirstWrite), _StopAtFirstWrite(optimizer, parameter):
             step_without_hooks(optimizer)

@@ -22,8 +22,8 @@ from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory
 
 logger = logging.getLogger("scu_trainer")
 
-PutBack = Callable[[], None]
-Attributes = list[tuple[Any, dict[str, tuple[Any, Optional[PutBack]]], Optional[set[str]], Callable[[Any], bool]]]
+Restorer = Callable[[], None]
+Attributes = list[tuple[Any, dict[str, tuple[Any, Optional[Restorer]]], Optional[set[str]], Callable[[Any], bool]]]
 """(owner, its attributes with a function that restores their contents, its attribute names (None: keep new attributes),
 which values of new attributes to delete)."""
 
@@ -261,8 +261,8 @@ def restore_attributes(attributes: Attributes, only: Callable[[Any], bool] = lam
                 del now[name]
 
 
-def _plain_attributes(one: Any, seen: set[int]) -> dict[str, tuple[Any, Optional[PutBack]]]:
-    found: dict[str, tuple[Any, Optional[PutBack]]] = {}
+def _plain_attributes(one: Any, seen: set[int]) -> dict[str, tuple[Any, Optional[Restorer]]]:
+    found: dict[str, tuple[Any, Optional[Restorer]]] = {}
     holders = () if isinstance(one, TrainerState) else HOLDERS
     for name, value in vars(one).items():
         if name in OF_TORCH or name in OF_DATA:
@@ -306,7 +306,7 @@ def is_small(value: Any) -> bool:
     return isinstance(value, PLAIN) or is_array(value)
 
 
-def container_restorer(value: Any, of_other: Callable[[Any], Optional[PutBack]], seen: set[int]) -> Optional[PutBack]:
+def container_restorer(value: Any, of_other: Callable[[Any], Optional[Restorer]], seen: set[int]) -> Optional[Restorer]:
     """Return a function that restores the entries of a container and of those within; None if there is nothing to do.
 
     of_other: does the same for values that are not containers. seen: ids of containers and tensors already handled,
@@ -335,7 +335,7 @@ def container_restorer(value: Any, of_other: Callable[[Any], Optional[PutBack]],
     return restore_entries
 
 
-def array_restorer(value: Any) -> Optional[PutBack]:
+def array_restorer(value: Any) -> Optional[Restorer]:
     """Return a function that restores the values of an array, tensor or generator; None for everything else."""
     if type(value) is np.ndarray:
         is_kept = value.flags.writeable and value.nbytes <= MOST_BYTES
