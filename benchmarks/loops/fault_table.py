@@ -132,7 +132,7 @@ TRAINING = {
     "max_grad_norm": 0.5,
     "logging_steps": 10_000,
 }
-TRIED = re.compile(r"out of memory at (\d+ rows? x \d+).*; again as (\d+ x \d+ rows? x \d+)")
+TRIED = re.compile(r"out of memory at (\d+ rows? x \d+).*; (?:again|retrying) as (\d+ x \d+ rows? x \d+)")
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,9 @@ def _memory() -> list[dict[str, Any]]:
     size = {"used_bytes": 2 * GIB, "peak_bytes": 4 * GIB, "limit_bytes": 4 * GIB}
     return [
         {"step": 7, "rows_per_chunk": 4, "tokens_per_chunk": 1024, **size, "pressure": "critical",
-         "reason": "out of memory at 8 rows x 256; again as 2 x 4 rows x 256"},
+         "reason": "out of memory at 8 rows x 256; retrying as 2 x 4 rows x 256"},
         {"step": 9, "rows_per_chunk": 2, "tokens_per_chunk": 512, **size, "pressure": "critical",
-         "reason": "out of memory at 4 rows x 256; again as 2 x 2 rows x 256"},
+         "reason": "out of memory at 4 rows x 256; retrying as 2 x 2 rows x 256"},
         {"step": 30, "rows_per_chunk": 4, "tokens_per_chunk": 1024, **size, "pressure": "low", "reason": "room again"},
     ]  # fmt: skip
 
