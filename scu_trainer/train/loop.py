@@ -125,10 +125,7 @@ class Loop(TrainerCallback):
     # -- an epoch, a step ----------------------------------------------------------------------------------------------
 
     def resume_position(self, checkpoint: str, position: tuple[int, int]) -> tuple[int, int]:
-        """Return (epoch to resume in, batches of it already done).
-
-        position: the same pair as the loops before this one left it.
-        """
+        """Return (epoch to resume in, batches of it already done). ``position``: the same, from the previous loops."""
         return position
 
     def begin_epoch(self, epoch: int, skipped_batches: int) -> Mapping[str, int]:
@@ -136,10 +133,8 @@ class Loop(TrainerCallback):
         return {}
 
     def batches(self, batches: Iterator[Any], count: int) -> Iterator[Any]:
-        """Return an iterator over the ``count`` accumulation batches of the next step.
-
-        Take no more than ``count`` from ``batches``. The last loop is closest to the loader.
-        """
+        """Return an iterator over the accumulation batches of the next step, of which ``count`` are taken. Take no more
+        of ``batches``: they would be lost. The last loop is closest to the loader."""
         return batches
 
     def on_window(self, batches: Sequence[Any], num_items: Any) -> None:
@@ -157,10 +152,8 @@ class Loop(TrainerCallback):
         return inputs
 
     def task_loss(self, loss: torch.Tensor) -> Optional[torch.Tensor]:
-        """Return the task's own part of ``loss``, on the same scale; None if the loop added nothing to it.
-
-        loss: of the micro-batch that was just trained on.
-        """
+        """Return the task's own part of ``loss``, the loss of the micro-batch that was just trained on, on the same
+        scale; None if the loop added nothing to it."""
 
     def on_nonfinite(self, error: NonFiniteLoss) -> Optional[NoReturn]:
         """Called when a step has no finite loss. May raise a better error, after a checkpoint."""
@@ -176,10 +169,8 @@ class Loop(TrainerCallback):
         """Called when the gradients of the step are complete. ``loss_scale``: the scale of a GradScaler in them."""
 
     def on_grad_norm(self, norm: Any) -> Any:
-        """Return the gradient norm to log; None: ``norm`` unchanged.
-
-        norm: over all ranks, before clipping; None if an earlier loop has vetoed the step.
-        """
+        """Return the gradient norm to log; None: ``norm`` unchanged. ``norm``: over all ranks, before clipping; None if
+        an earlier loop has vetoed the step."""
         return norm
 
     def on_step_taken_back(self) -> None:
@@ -195,10 +186,8 @@ class Loop(TrainerCallback):
         """Called before weights are saved. May raise, on all ranks, if they should not be saved now."""
 
     def state_dict(self) -> Optional[dict[str, Any]]:
-        """Return the content of ``state_file`` as JSON values (tuples come back as lists); None: no file.
-
-        Also called once after the first step, to check that it can be saved.
-        """
+        """Return the content of ``state_file`` as JSON values (tuples come back as lists); None: no file. Also called
+        once after the first step, to check that it can be saved."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore ``state``, as ``state_dict`` returned it."""
@@ -241,10 +230,8 @@ class Loop(TrainerCallback):
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def scalars(self) -> dict[str, float]:
-        """Return values for a log row about training steps; TensorBoard, log_history.json and all reporters get them.
-
-        By convention their names begin with "name/".
-        """
+        """Return values for a log row about training steps, which every reporter gets, such as TensorBoard and
+        log_history.json. By convention their names begin with "name/"."""
         return {}
 
     def final_scalars(self) -> dict[str, float]:
@@ -264,11 +251,8 @@ class Loop(TrainerCallback):
         return []
 
     def record(self, row: dict[str, Any]) -> None:
-        """Append ``row``, a dict with its ``step``, to ``history_file``.
-
-        Does nothing outside of a training and on ranks that do not write. Raises ControlError if there is no such file
-        or the row cannot be saved.
-        """
+        """Append ``row``, a dict with its ``step``, to ``history_file``; outside of a training, and on ranks that do
+        not write, do nothing. Raises ControlError if there is no such file or the row cannot be saved."""
         if self.history_file is None:
             raise ControlError(
                 f"{name_of_loop(self)} records rows but has no history_file to keep them in; set "

@@ -69,11 +69,8 @@ def warn_about_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> N
 
 
 def stream_position(checkpoint: Path, accumulated: int) -> tuple[int, int]:
-    """Return (completed passes, completed batches of the next pass) for training data without a length.
-
-    The stock Trainer takes all passes for one epoch, and would skip more batches than a pass has. ``accumulated``:
-    batches per step, used if the checkpoint does not record them.
-    """
+    """Return (completed passes, completed batches of the next) for data without a length: the stock Trainer takes all
+    passes for one epoch, and skips more batches than one has. ``accumulated``: batches per step, if not recorded."""
     state = read_json(checkpoint / STATE)
     passes, part = divmod(state["epoch"], 1)
     accumulated_before = facts_of(checkpoint).get("configuration", {}).get("gradient_accumulation_steps", accumulated)

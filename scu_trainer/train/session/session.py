@@ -274,10 +274,8 @@ def _description(job: Job, parts: TrainingComponents, configuration: dict[str, A
 
 def _digests_of_fixed_weights(parts: TrainingComponents) -> dict[str, Optional[str]]:
     """Return digests of the weights that no checkpoint holds: those of the base under an adapter, and of a teacher.
-
-    What PiSSA and similar methods leave of a layer is excluded, because its rounding depends on the device and the
-    number of threads.
-    """
+    What PiSSA and its like leave of a layer is excluded: its rounding depends on the device and the number of
+    threads."""
     adapter = active_config(parts.model)
     excluded = ".base_layer." if changes_base_weights(adapter) else None
     base = [

@@ -53,8 +53,8 @@ AllReduceMax = Callable[[list[int]], list[int]]
 
 
 def has_own_memory(device: str) -> bool:
-    """Return whether nothing else uses the memory of ``device``, and each micro-batch costs kernel launches.
-    Micro-batches may then become larger than the batch that the user asked for."""
+    """Return whether ``device`` has memory of its own, and each micro-batch costs kernel launches: micro-batches may
+    then become larger than the batch that the user asked for."""
     return device not in BUSY_TOKENS
 
 

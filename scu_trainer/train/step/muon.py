@@ -40,11 +40,8 @@ class MuonWithAdamW(Optimizer):
 
 
 def muon_for(model: nn.Module, decayed: Collection[str], lr: float, weight_decay: float, **adam: Any) -> MuonWithAdamW:
-    """Return the optimizer for the trainable weights of ``model``.
-
-    decayed: names of the weights with weight decay. adam: betas and eps. The factors of LoRA count as matrices. Raises
-    ControlError if no weight is left for Muon.
-    """
+    """Return the optimizer for the trainable weights of ``model``; LoRA's factors count as matrices. ``decayed``: names
+    of weights with weight decay. ``adam``: betas and eps. Raises ControlError if no weight is left for Muon."""
     outside = {id(p) for layer in outer_layers(model) for p in layer.parameters()}
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, p in model.named_parameters():

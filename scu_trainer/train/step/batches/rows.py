@@ -142,7 +142,7 @@ def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Ba
 
 def _media_mismatch(model: Any, inputs: Any) -> Optional[str]:
     """Return why there may not be one image for each row although there are as many images as rows: only some rows have
-    an image token. The other rows then have several images, or padding, which models do not accept on its own."""
+    an image token. These have several images then, or an image is padding, which models do not accept on its own."""
     config, text = getattr(model, "config", None), inputs.get("input_ids")
     if "cross_attention_mask" in inputs:  # each row attends to its own images, or to padding (Mllama)
         return None

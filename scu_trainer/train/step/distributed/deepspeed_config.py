@@ -37,11 +37,8 @@ def source_of(training: TrainingArguments) -> str:
 
 
 def fill_auto_values(training: TrainingArguments) -> dict[str, Any]:
-    """Return the configuration of ``--deepspeed`` or ``accelerate launch``, with each "auto" filled in.
-
-    The stock Trainer does that after the model is loaded. Raises SettingsError if configuration and settings contradict
-    each other.
-    """
+    """Return the configuration of ``--deepspeed`` or ``accelerate launch`` with each "auto" filled in, which the stock
+    Trainer does after the model is loaded. Raises SettingsError if configuration and settings contradict each other."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     plugin = training.deepspeed_plugin

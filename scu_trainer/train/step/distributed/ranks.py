@@ -159,7 +159,7 @@ class ShardedRanks(Ranks):
 
 
 def from_most_urgent_rank(found: Optional[T], urgency: int, device: torch.device) -> Optional[T]:
-    """Return ``found`` of the first rank with the highest ``urgency`` on all ranks; None if each urgency is 0. Every
+    """Return, on all ranks, ``found`` of the first one with the highest ``urgency``; None if each urgency is 0. Every
     rank must call it at the same place. ``found``: without tensors on a GPU, which would arrive on the sender's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     shared = torch.tensor(urgency * size + size - 1 - rank if urgency else 0, device=device)
