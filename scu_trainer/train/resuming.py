@@ -202,10 +202,9 @@ def _warn_about_lost_generations(checkpoint: Path, args: Any, steps_per_epoch: i
     batches, accumulated = generates_for * getattr(args, "num_iterations", 1), args.gradient_accumulation_steps
     if saved_step(checkpoint) % steps_per_epoch * accumulated % batches:
         logger.warning(
-            "%s does not hold the generations for this step and the next ones: they are generated again, so the "
-            "result differs from that of an uninterrupted run. To continue exactly, resume from a checkpoint whose "
-            "step is a multiple of %d, the number of steps that one generation serves (set save_steps to such a "
-            "number)",
+            "%s does not hold the generations for this step and the next ones: they are generated again, so the result "
+            "differs from that of an uninterrupted run. To continue exactly, resume from a checkpoint whose step is a "
+            "multiple of %d, the number of steps that one generation serves (set save_steps to such a number)",
             checkpoint,
             math.lcm(batches, accumulated) // accumulated,
         )

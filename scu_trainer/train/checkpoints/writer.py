@@ -155,8 +155,7 @@ class CheckpointWriter:
         if missing:
             logger.warning(
                 "%s is without %s, which another process wrote to a folder that is not visible here, so a run that "
-                "resumes from it would draw other random numbers: set output_dir to a folder that all machines "
-                "share",
+                "resumes from it would draw other random numbers: set output_dir to a folder that all machines share",
                 *(final.name, ", ".join(missing)),
             )
 

@@ -244,9 +244,8 @@ class OptimizerGuard:
             else "no weight was changed"
         )
         return (
-            f"the optimizer step does not fit in memory even for {name} ({size}) alone; "
-            f"{consequence}. Use optim: adamw_torch_fused, which needs no working memory, optim: adamw_8bit, "
-            "tuning: lora, or a smaller model"
+            f"the optimizer step does not fit in memory even for {name} ({size}) alone; {consequence}. Use optim: "
+            "adamw_torch_fused, which needs no working memory, optim: adamw_8bit, tuning: lora, or a smaller model"
         )
 
 
