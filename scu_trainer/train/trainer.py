@@ -611,9 +611,8 @@ class SCUTrainer(Trainer):
 def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
     """Return ``trainer_class``, any subclass of ``transformers.Trainer``, with feedback loops mixed in.
 
-    The new class takes the arguments of ``trainer_class`` and those of ``SCUTrainer``. The same argument always returns
-    the same class. Raises TypeError for anything but a Trainer class, ControlError if it defines a name or takes an
-    argument that ``SCUTrainer`` needs.
+    It takes the arguments of both, and is the same class for the same ``trainer_class``. Raises TypeError for anything
+    else, ControlError if ``trainer_class`` defines a name or takes an argument that ``SCUTrainer`` needs.
     """
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise TypeError(f"with_loops takes a subclass of transformers.Trainer, not {trainer_class!r}")
@@ -626,7 +625,6 @@ def with_loops(trainer_class: type[Trainer]) -> type[SCUTrainer]:
 
 
 def _first_not_none(values: Iterable[Any]) -> Any:
-    """Return the first value that is not None, or None if there is none."""
     return next((value for value in values if value is not None), None)
 
 

@@ -270,7 +270,7 @@ def _hint_at_earlier_run(run: Path, request: Request) -> str:
 
 
 def resume_line(checkpoint: Path, skipped: Sequence[str] = ()) -> str:
-    """Return the line that tells the user which checkpoint is used."""
+    """Return what the user reads."""
     return f"resuming from {checkpoint}" + (f", the newest that can be used ({'; '.join(skipped)})" if skipped else "")
 
 

@@ -26,8 +26,8 @@ from scu_trainer.train.evaluation.scoring import (
 
 
 def held_out_figures(before: Optional[DocumentScores], after: Optional[DocumentScores]) -> dict[str, Any]:
-    """Return bits per token before and after with 95 % bootstrap intervals over documents, and their difference. The
-    difference is paired. For classifiers (bits per label, over samples) also the accuracy."""
+    """Return bits per token before and after with 95 % bootstrap intervals over documents, and their paired difference;
+    for classifiers (bits per label, over samples) also the accuracy."""
     if before is None or after is None:
         return {"held_out_documents": 0}
     accuracy = {}

@@ -408,8 +408,7 @@ class MicroBatchSizer:
             )
 
     def record_processed_tokens(self, micro_batch: MicroBatch, tokens: int) -> None:
-        """Record the ``tokens`` that the layers saw of a micro-batch that ran: a shared prefix counts once, and there
-        may be a tail that pads to one of few sizes."""
+        """Record the ``tokens`` that layers saw of a micro-batch: a shared prefix once, and a tail that fills up sizes."""
         self._processed_tokens[micro_batch.rows] = tokens
 
     def _processed(self, micro_batch: MicroBatch) -> int:

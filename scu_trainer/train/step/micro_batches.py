@@ -128,8 +128,7 @@ class MicroBatchStep:
         return [p for p in self._model_parameters if p.requires_grad]
 
     def _update_parameters(self) -> None:
-        """Update the trained parameters, which may change during training (gradual unfreezing). Raises ControlError if
-        they change with several processes or DeepSpeed."""
+        """Follow a change of trained parameters (unfreezing). Raises ControlError with several ranks or DeepSpeed."""
         parameters = self._trained_parameters()
         self.analysis.own_step.find_hooks(parameters)
         known = self._place.parameters

@@ -172,11 +172,8 @@ def models_kept_whole(training: Any) -> Iterator[None]:
 
 
 def leave_process_group(succeeded: bool) -> None:
-    """Leave the process group, as the last thing that a launched process does.
-
-    After success the ranks wait for each other, because rank 0 holds the store that the others use while they close
-    their connections. After a failure there is no wait: a rank that failed alone would wait forever.
-    """
+    """Leave the process group, the last thing that a launched process does. After success the ranks wait for each
+    other: rank 0 holds the store that the others need to close connections. One that failed alone would wait forever."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):

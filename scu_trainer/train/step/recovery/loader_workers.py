@@ -149,8 +149,8 @@ _iterators: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 @atexit.register
 def _end_workers() -> None:
-    """End the workers before multiprocessing's exit handler, which sends a SIGTERM that they ignore, and waits. That
-    concerns persistent workers, and those of an iterator that the traceback of an error holds."""
+    """End workers before multiprocessing's exit handler, which sends a SIGTERM that they ignore, and waits: persistent
+    ones, and those of an iterator that the traceback of an error holds."""
     for iterator, process in list(_iterators.items()):
         if process == os.getpid():
             iterator._shutdown_workers()

@@ -103,7 +103,6 @@ def plain_tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Return the tensors grouped by device and dtype."""
     groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         groups[tensor.device, tensor.dtype].append(tensor)

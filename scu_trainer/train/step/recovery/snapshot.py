@@ -307,11 +307,9 @@ def is_small(value: Any) -> bool:
 
 
 def container_restorer(value: Any, of_other: Callable[[Any], Optional[Restorer]], seen: set[int]) -> Optional[Restorer]:
-    """Return a function that restores the entries of a container and of those within; None if there is nothing to do.
-
-    of_other: does the same for values that are not containers. seen: ids of containers and tensors already handled,
-    because a container may hold itself.
-    """
+    """Return a function that restores, as often as called, the entries of a container and of those within; None if
+    there is nothing to do. ``of_other``: the same for other values. ``seen``: ids of containers and tensors already
+    handled, because a container may hold itself."""
     kind: Any = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
     if kind is not None or torch.is_tensor(value):
         if id(value) in seen:
