@@ -408,7 +408,7 @@ class MicroBatchSizer:
             )
 
     def record_processed_tokens(self, micro_batch: MicroBatch, tokens: int) -> None:
-        """Record the ``tokens`` that layers saw of a micro-batch: a shared prefix once, and a tail that fills up sizes."""
+        """Record the ``tokens`` that layers saw of a micro-batch: a shared prefix once, and a tail that fills it up."""
         self._processed_tokens[micro_batch.rows] = tokens
 
     def _processed(self, micro_batch: MicroBatch) -> int:

@@ -87,7 +87,7 @@ def check_schedule(config: dict[str, Any], training: TrainingArguments, source: 
 
 
 def _check_lengths(params: dict[str, Any], training: TrainingArguments, source: str) -> None:
-    """Raise SettingsError for other step counts than in the settings. The stock Trainer does so only after loading."""
+    """Raise SettingsError for other step counts than in the settings. The stock Trainer does so after loading."""
     steps = training.max_steps
     warmup = max(1, training.get_warmup_steps(steps)) if steps > 0 else None
     for name, value in {"total_num_steps": steps if steps > 0 else None, "warmup_num_steps": warmup}.items():

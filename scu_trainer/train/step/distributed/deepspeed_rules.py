@@ -73,8 +73,8 @@ def check_deepspeed(
 
 
 def check_checkpoint(checkpoint: Path, training: TrainingArguments, weights_only: bool) -> None:
-    """Raise CheckpointError for what this launch cannot read: FSDP has its own file formats, and DeepSpeed reads what
-    as many ranks wrote in the same stage. The stock Trainer would start the optimizer over, as with ``weights_only``."""
+    """Raise CheckpointError for what this launch cannot read: FSDP has its own file formats, DeepSpeed reads what as
+    many ranks wrote in the same stage. The stock Trainer would start the optimizer over, as with ``weights_only``."""
     here = launched_under(training)
     saved = needed_launch(checkpoint, here, weights_only)
     if not uses_deepspeed(training) and (saved is None or not (checkpoint / LATEST).is_file()):

@@ -173,7 +173,7 @@ def models_kept_whole(training: Any) -> Iterator[None]:
 
 def leave_process_group(succeeded: bool) -> None:
     """Leave the process group, the last thing that a launched process does. After success the ranks wait for each
-    other: rank 0 holds the store that the others need to close connections. One that failed alone would wait forever."""
+    other: rank 0 holds the store that the others need to close connections. One failing alone would wait forever."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
