@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 from scu_trainer.data.formats import CHAT_COLUMNS, SYSTEMS, TOOLS, are_messages, question_messages, with_system_prompt
 from scu_trainer.data.messages import messages_of, tools_of
-from scu_trainer.data.readers import read_file
+from scu_trainer.data.readers import kind_of, read_file
 from scu_trainer.data.records import BadRow
 from scu_trainer.errors import DataError
 from scu_trainer.settings.base import short
@@ -31,7 +31,7 @@ class PromptRow:
 
 def read_prompts(path: Path) -> list[PromptRow]:
     """Return all prompts of a file. No row is skipped: raises DataError, with its place, for a row without a prompt."""
-    if path.suffix.lower() == ".txt":
+    if kind_of(path) == ".txt":
         rows = [PromptRow(f"{path.name} line {number}", _as_messages(line.strip())) for number, line in _lines(path)]
     else:
         rows = [PromptRow(record.place, _messages_of(record)) for record in read_file(path, "text")]

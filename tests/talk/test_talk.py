@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 
@@ -334,6 +335,8 @@ def test_prompts_in_every_way_that_people_write_them(tmp_path):
     ]
     (tmp_path / "p.txt").write_text("one\n\n two \n")
     assert [row.messages[0]["content"] for row in read_prompts(tmp_path / "p.txt")] == ["one", "two"]
+    (tmp_path / "p.txt.gz").write_bytes(gzip.compress(b"one\n\ntwo\n"))
+    assert [row.messages[0]["content"] for row in read_prompts(tmp_path / "p.txt.gz")] == ["one", "two"]
 
 
 def test_a_prompt_is_the_one_that_was_trained_on(tmp_path):

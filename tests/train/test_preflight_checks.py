@@ -18,6 +18,7 @@ from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.errors import RequirementError, UserError
 from scu_trainer.models.loading.dispatch import FreeMemory
 from scu_trainer.train.job import checks
+from scu_trainer.train.job.job import checkpoint_bytes
 from scu_trainer.train.preflight import (
     CHECKS,
     before_training,
@@ -373,6 +374,18 @@ def test_adam_s_state_is_as_large_as_it_is():
     optimizer.step()
     real = sum(v.nbytes for state in optimizer.state.values() for name, v in state.items() if name != "step")
     assert room.state_bytes(job_of(), model) == real
+
+
+def test_frozen_weights_need_room_on_the_disk_unless_an_adapter_saves_none_of_them(tmp_path):
+    training = tiny.arguments(tmp_path, save_strategy="steps", save_total_limit=2)
+    whole = checkpoint_bytes(tiny.llama(), training)
+    part, adapted = tiny.llama(), tiny.lora(tiny.llama())
+    part.model.requires_grad_(False)
+    frozen, trained = (
+        sum(p.nbytes for p in part.parameters() if p.requires_grad == is_trained) for is_trained in (0, 1)
+    )
+    assert checkpoint_bytes(part, training) == trained * (4 * 3 + 1) + frozen * (3 + 1) < whole
+    assert checkpoint_bytes(adapted, training) == trained_bytes(adapted) * (4 * 3 + 1)
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,7 @@ TABLE: Table = {
     "additional_target": several("modules_to_save"),
     "create_new_adapter": "an adapter is trained further; merge it first for a new one: scu-trainer merge RUN",
     "pissa_init": _pissa,
-    "pissa_iter": _option_of("pissa_init"),
+    "pissa_iter": NoAction("the decomposition of pissa_init is exact here, so it takes no iterations"),
     "pissa_convert": NoAction("saved adapters already fit the original weights"),
     "loraplus_lr_embedding": "embeddings use the same learning rate as all other weights",
     "use_galore": _low_rank("galore", "galore_adamw", GALORE),

@@ -48,7 +48,7 @@ from scu_trainer.train.loops.guard.spikes import check_spike_guard
 from scu_trainer.train.loops.weight_average import check_schedule_free
 from scu_trainer.train.run_directory.resume import check_resumable
 from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed
-from scu_trainer.train.step.distributed.sharded import trained_bytes
+from scu_trainer.train.step.distributed.sharded import stored_bytes, trained_bytes
 
 
 class Task(Protocol):
@@ -241,15 +241,16 @@ def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
 def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False) -> int:
     """Return the disk space for all checkpoints that the run keeps at the same time, plus the final model.
 
-    A checkpoint has the trained weights, their two Adam moments and their initial values w0; frozen weights, which full
-    tuning saves as well, are not counted. DeepSpeed saves the weights two more times, for its engine and as float32
-    master weights. ``averaged``: checkpoints also have moving averages of the weights.
+    A checkpoint has the trained weights, their two Adam moments and their initial values w0, and without an adapter the
+    frozen weights as well. DeepSpeed saves the trained weights two more times, for its engine and as float32 master
+    weights. ``averaged``: checkpoints also have moving averages of the weights.
     """
     kept = 1 if training.save_total_limit is None else training.save_total_limit + 1
     saves = 0 if training.save_strategy == "no" else kept
     copies = 6 if uses_deepspeed(training) else 4
     copies += averaged
-    return trained_bytes(model) * (copies * saves + 1)
+    frozen_bytes = 0 if hasattr(model, "peft_config") else stored_bytes(model) - trained_bytes(model)
+    return trained_bytes(model) * (copies * saves + 1) + frozen_bytes * (saves + 1)
 
 
 def free_memory(training: TrainingArguments) -> FreeMemory:

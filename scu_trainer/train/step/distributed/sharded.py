@@ -33,6 +33,11 @@ def weight_count(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", weight_count_of(parameter))
 
 
+def stored_bytes(model: nn.Module) -> int:
+    """Return the bytes of all weights, over all shards."""
+    return sum(weight_count(p) * p.element_size() for p in model.parameters())
+
+
 def trained_bytes(model: nn.Module) -> int:
     """Return the bytes of all trained weights, over all shards."""
     return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
