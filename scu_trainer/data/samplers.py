@@ -202,7 +202,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         same = (len(self.lengths), _crc32_of(self.lengths)) == (state["samples"], state["lengths_crc32"])
         same_content = None in (self.content, state["content"]) or self.content == state["content"]
         if not (same and same_content):
-            difference = "with other content" if same else "with other lengths"
+            difference = "with other content" if same else "or their lengths changed"
             raise CheckpointError(
                 f"the checkpoint was written with {state['samples']:,} training rows, now there are "
                 f"{len(self.lengths):,}, {difference}: its scores, order and weights would apply to wrong rows. Use "
