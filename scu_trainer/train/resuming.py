@@ -77,13 +77,17 @@ def stream_position(checkpoint: Path, accumulated: int) -> tuple[int, int]:
     return int(passes), round(part * state["max_steps"] * accumulated_before)
 
 
+def is_at_epoch_end(state: Any) -> bool:
+    """Return whether the last step of an epoch, or of the training, is done."""
+    return state.epoch % 1 == 0 or state.global_step >= state.max_steps
+
+
 def is_evaluation_missing(state: Any, args: Any) -> bool:
     """Return whether the run resumes from the end of an epoch that was saved before it was evaluated. The stock Trainer
     skips that evaluation: its log row and best model are missing, and later steps draw other random numbers."""
     is_due = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
-    is_end = state.epoch % 1 == 0 or state.global_step >= state.max_steps
     rows = (row for row in state.log_history if row["step"] == state.global_step)
-    return is_due and is_end and not any(name.startswith("eval_") for row in rows for name in row)
+    return is_due and is_at_epoch_end(state) and not any(name.startswith("eval_") for row in rows for name in row)
 
 
 def warn_about_no_step(trainer: Any) -> None:

@@ -12,7 +12,7 @@ import sys
 import termios
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -58,14 +58,9 @@ def test_an_epoch_that_is_stopped_halfway_does_not_end(site, tmp_path, strategie
         child.kill(signal.SIGTERM)
         assert child.wait().code == 3
     assert campaign.Child(lambda: campaign.train(site.flags(run, **more)), log).wait().code == 0
-    same_result(Whole(whole), run)
+    same_result(replace(site, whole=whole), run)
     rows, expected = (logged(folder) for folder in (run, whole))
     assert rows == expected
-
-
-@dataclass(frozen=True)
-class Whole:
-    whole: Path
 
 
 def logged(run: Path) -> list[tuple]:

@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from scu_trainer.errors import RUN_AGAIN
 from scu_trainer.stop_signals import HANGUP, outlives_terminal, stop_signals_to
+from scu_trainer.train.resuming import is_at_epoch_end
 
 logger = logging.getLogger("scu_trainer")
 
@@ -160,8 +161,7 @@ class StopCallback(TrainerCallback):
         The checkpoint is already written, and the resumed run evaluates, logs and saves at the epoch's real end."""
         if self.stopped_at is not None:
             control.should_evaluate = control.should_save = False
-            is_complete = state.epoch % 1 == 0 or state.global_step >= state.max_steps
-            control.should_log = control.should_log and is_complete
+            control.should_log = control.should_log and is_at_epoch_end(state)
 
     def _is_stop_requested(self) -> bool:
         wanted = self.request.name is not None
