@@ -1,6 +1,6 @@
-"""Recipes and launch files that the package brings, found by name.
+"""Find recipes and launch files of the package by name.
 
-The folders here are links into the checkout, so each file is there once; in a wheel they are the files themselves.
+In a checkout the folders here are links to the top-level folders, so each file exists once; a wheel contains the files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from scu_trainer.errors import SettingsError, did_you_mean
 
 ROOT = (Path(__file__).parent / "recipes").resolve().parent
-"""Holds the folders: the checkout, or this folder of an installed package."""
+"""The parent of the folders: the checkout, or this folder of an installed package."""
 
 FOLDERS = {
     "recipes": "jobs, for --config",
@@ -24,13 +24,15 @@ SUFFIXES = (".yaml", ".json")
 
 
 def files(folder: str) -> dict[str, Path]:
-    """Of one of FOLDERS, by name without suffix, in order."""
+    """Return the files of one of FOLDERS, sorted, by name without suffix."""
     return {path.stem: path for path in sorted((ROOT / folder).iterdir()) if path.suffix in SUFFIXES}
 
 
 def recipe(word: str) -> str:
-    """Path of what was typed behind --config: a file, or a recipe's name. Raises SettingsError for a name of neither;
-    a path that leads nowhere is left to who opens it."""
+    """Return the path for a value of --config, which is a file or the name of a recipe.
+
+    Raises SettingsError for a name that is neither. A path that does not exist is returned as it is.
+    """
     found = _found("recipes", word)
     if found is None and _is_name(word):
         raise SettingsError(_unknown(word, ["recipes"]) + "; or give the path of a file")
@@ -38,8 +40,11 @@ def recipe(word: str) -> str:
 
 
 def deepspeed(word: str) -> str:
-    """Path of what was typed behind --deepspeed: a file, or a name such as zero2. Raises SettingsError for a name of
-    neither; the configuration itself as text, and a path that leads nowhere, are left to who reads them."""
+    """Return the path for a value of --deepspeed, which is a file or a name such as zero2.
+
+    Raises SettingsError for a name that is neither. A configuration given as text, and a path that does not exist, are
+    returned as they are.
+    """
     found = _found("ds_configs", word)
     if found is None and _is_name(word):
         raise SettingsError(_unknown(word, ["ds_configs"]) + "; or give the path of a JSON file")
@@ -47,12 +52,12 @@ def deepspeed(word: str) -> str:
 
 
 def here(folder: str) -> Path:
-    """The folder of that name where one stands, else the one that the package brings."""
+    """Return the folder of this name in the working directory if there is one, else the one of the package."""
     return Path(folder) if Path(folder).is_dir() else ROOT / folder
 
 
 def one(name: str) -> Path:
-    """The file of that name in any folder. Raises SettingsError."""
+    """Return the file of the package with this name, from any folder. Raises SettingsError if there is none."""
     for folder in FOLDERS:
         found = _shipped(folder, name)
         if found is not None:
@@ -61,7 +66,7 @@ def one(name: str) -> Path:
 
 
 def about(path: Path) -> str:
-    """A sentence: the first of the comment that a file begins with; of a JSON file, which has none, what it sets."""
+    """Return the first sentence of the comment at the top of a file; for JSON, which has no comments, what it sets."""
     if path.suffix == ".json":
         content = json.loads(path.read_text(encoding="utf-8"))
         zero = content.get("zero_optimization")
@@ -78,12 +83,12 @@ def _about_zero(zero: dict) -> str:
 
 
 def _found(folder: str, word: str) -> Path | None:
-    """What is here goes first, so that a file of one's own may bear any name."""
+    """Return None if ``word`` is a file, because the user's own files take precedence over those of the package."""
     return None if Path(word).is_file() else _shipped(folder, word)
 
 
 def _shipped(folder: str, word: str) -> Path | None:
-    """By name, with or without its suffix, and by the path that it has in a checkout."""
+    """Return the file with this name, with or without suffix, or with this path in a checkout; None without one."""
     for path in files(folder).values():
         if word in (path.stem, path.name, f"{folder}/{path.name}"):
             return path
@@ -97,4 +102,4 @@ def _is_name(word: str) -> bool:
 def _unknown(name: str, folders: Iterable[str]) -> str:
     known = [known for folder in folders for known in files(folder)]
     near = did_you_mean(name, known)
-    return f"{name!r} is no file here, and no name in {' or '.join(folders)}{near}; known: {', '.join(known)}"
+    return f"{name!r} is not a file here, nor a name in {' or '.join(folders)}{near}; known: {', '.join(known)}"

@@ -66,9 +66,11 @@ def test_what_is_no_name_is_left_to_who_opens_it(elsewhere):
 
 def test_an_unknown_name_lists_the_near_one_and_all(elsewhere, capsys):
     code, _, said = run(capsys, "train", "--config", "scu_lorra")
-    assert code == 2 and "'scu_lorra' is no file here" in said and "did you mean 'scu_lora'?" in said
+    assert code == 2 and "'scu_lorra' is not a file here" in said and "did you mean 'scu_lora'?" in said
     assert all(name in said for name in shipped.files("recipes"))
-    with pytest.raises(SettingsError, match=r"no name in ds_configs \(did you mean 'zero2'\?\); known: zero2, .*JSON"):
+    with pytest.raises(
+        SettingsError, match=r"nor a name in ds_configs \(did you mean 'zero2'\?\); known: zero2, .*JSON"
+    ):
         shipped.deepspeed("zero22")
 
 
