@@ -49,6 +49,7 @@ class Prediction:
         self.halving = Halving()
         self.items: Optional[tuple[Any]] = None
         self._reductions: dict[bool, Reduction] = {}
+        self._has_row_losses = True  # as far as the trials of a custom step have seen vectors
 
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """Return (loss, logits, labels) of ``inputs``. ``predict`` computes them for as many rows as fit at once."""
@@ -168,6 +169,8 @@ class Prediction:
         self, batch: Batch, parts, losses: list[torch.Tensor], get_reduction: Callable, loss_only: bool
     ) -> torch.Tensor:
         reduction = get_reduction()
+        if losses[0].ndim and self._has_row_losses:
+            return torch.cat(losses)
         if reduction.is_exact and reduction.left_out_by:
             layout = layout_for(self.trainer.model, batch.inputs)
             self._store_reduction(replace(reduction, mixes=reduction.leaves_out(layout)), loss_only)
@@ -202,6 +205,9 @@ class Prediction:
         """
         with replaced(self, "items", (items,)):
             loss = predict(type(inputs)(inputs))[0]
+        if loss.ndim:  # the stock loop takes the mean of a vector
+            self._has_row_losses &= len(loss) == rows_of(self.trainer.model, inputs).rows
+            return loss.mean()
         for has_count in sorted(ways, reverse=True):
             try:
                 trained = training_loss(self.trainer, type(inputs)(inputs), items if has_count else None)
