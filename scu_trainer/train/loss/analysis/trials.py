@@ -9,6 +9,7 @@ reduction; a public loss function that was called adds what its arguments say (`
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -96,9 +97,8 @@ def _try_beginnings(trial: _Trial) -> Optional[Reduction]:
     if short is None:
         return None
     try:
-        return _reduction_with_retry(
-            replace(trial, batches=[short], rows=[(0, row) for row in range(short.rows)]), trim=True
-        )
+        trial = replace(trial, batches=[short], rows=[(0, row) for row in range(short.rows)])
+        return retry_unchanged(partial(trial.reduction, trim=True))
     except Exception as error:  # the model may take whole rows only; those are tried next
         forget_traceback(error)
         return None
@@ -125,18 +125,12 @@ def _try_rows(trial: _Trial) -> Optional[Reduction]:
 
 
 def _try_as_many_as_fit(trial: _Trial, trim: bool) -> Optional[Reduction]:
-    """Try all rows of the trial, or only two if more do not fit in memory."""
-    if len(trial.rows) < 3:
-        return _reduction_with_retry(trial, trim)
-    with CatchOutOfMemory():
-        return _reduction_with_retry(trial, trim)
+    """Try all rows of the trial, twice because an allocation that fails shows nothing about the loss, or only two if
+    more do not fit in memory."""
+    with CatchOutOfMemory() if len(trial.rows) > 2 else contextlib.nullcontext():
+        return retry_unchanged(partial(trial.reduction, trim))
     free_memory()
     return replace(trial, rows=trial.rows[:2]).reduction(trim)
-
-
-def _reduction_with_retry(trial: _Trial, trim: bool) -> Optional[Reduction]:
-    """Return the reduction, after one repetition if an allocation failed, which shows nothing about the loss."""
-    return retry_unchanged(partial(trial.reduction, trim))
 
 
 @dataclass
@@ -181,7 +175,9 @@ class _Trial:
                 meter.model, self.owner, partial(meter.loss, strongest), partial(meter.loss, alone[0])
             ):
                 reduction = replace(reduction, mixes=f"each forward writes to {name}, {ONCE}")
-        trims = self._may_trim(together, observations[0]) if trim else False
+        first = observations[0]
+        known_loss = float(first.parts[0][0]) if first.inputs is together else None
+        trims = self._may_trim(self._row(together, 0), known_loss) if trim else False
         reads_padding = "cutting it changes the loss" if trims is False else None
         left_out = left_out_by(calls, strongest, rows) if reduction.kind == "rows" else ()
         return replace(reduction, trims=trims, reads_padding=reads_padding, left_out_by=left_out)
@@ -270,20 +266,15 @@ class _Trial:
 
     # -- padding, and single rows --------------------------------------------------------------------------------------
 
-    def _is_close(self, a: float, b: float) -> bool:
-        return abs(a - b) <= self.tolerance * max(abs(a), abs(b), 1e-12)
-
-    def _may_trim(self, together: Any, observed: Observation) -> Optional[bool]:
-        """Return whether the first row's loss stays the same without padding; None if it has none in ``together``.
-        ``observed``: of these or other inputs."""
-        padded = self._row(together, 0)
-        if not self._is_padded(padded):
+    def _may_trim(self, padded: Any, known_loss: Optional[float] = None) -> Optional[bool]:
+        """Return whether the loss of ``padded``, the first row, stays the same without padding; None if it has none.
+        ``known_loss``: its loss, if that was measured."""
+        is_trimmable = self.batches[self.rows[0][0]].trimmable
+        if not is_trimmable or _shapes(padded) == _shapes(trimmed := self._first_row()):
             return None
-        loss = float(observed.parts[0][0]) if observed.inputs is together else self.meter.loss(padded)
-        return self._is_close(loss, self.meter.loss(self._first_row()))
-
-    def _is_padded(self, row: Any) -> bool:
-        return self.batches[self.rows[0][0]].trimmable and _shapes(row) != _shapes(self._first_row())
+        loss = self.meter.loss(padded) if known_loss is None else known_loss
+        without = self.meter.loss(trimmed)
+        return abs(loss - without) <= self.tolerance * max(abs(loss), abs(without), 1e-12)
 
     def _first_row(self, trim: bool = True) -> Any:
         return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
@@ -307,9 +298,7 @@ class _Trial:
         """Return whether the first row's loss stays the same without padding; True if it only fits without padding."""
         padded = self._first_row(trim=False)
         try:
-            if not self._is_padded(padded):
-                return None
-            return self._is_close(self.meter.loss(padded), self.meter.loss(self._first_row()))
+            return self._may_trim(padded)
         except Exception as error:
             forget_traceback(error)
             return True if is_out_of_memory(error) else False
