@@ -125,7 +125,7 @@ def test_rows_beyond_a_sliding_window_are_padded():
 def test_the_model_is_asked_in_the_precision_that_it_computes_in(monkeypatch, how):
     """Else rounding would look like another loss."""
     asked = []
-    monkeypatch.setattr(evaluation_path, "agrees_on_rows", lambda *given: asked.append(given[3]) or (True, None))
+    monkeypatch.setattr(evaluation_path, "agrees_on_rows", lambda *given: asked.append(given[2]) or (True, None))
     model, batch = tiny.llama().eval(), batch_of()
     if how == "prepared":  # as accelerate does
         forward = model._original_forward = model.forward
@@ -169,7 +169,7 @@ def test_rows_without_padding_are_not_asked_about(monkeypatch):
 
 def test_prefixes_are_not_asked_about_where_the_padding_is_kept(monkeypatch):
     asked = []
-    monkeypatch.setattr(evaluation_path, "agrees_on_rows", lambda *given: asked.append(given[3:]) or (False, None))
+    monkeypatch.setattr(evaluation_path, "agrees_on_rows", lambda *given: asked.append(given[2:]) or (False, None))
     batch = batch_of()
     batch["input_ids"] = batch["input_ids"][-1:].expand(6, -1).clone()
     rows = padding_free.end_to_end(batch, shares_prefixes=True)

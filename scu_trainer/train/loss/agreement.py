@@ -13,6 +13,7 @@ from typing import Any, Optional
 import torch
 from transformers import Trainer
 
+from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.analysis import has_drawn, restored_on_exit, rng_state, tolerance
 from scu_trainer.train.loss.analysis.measuring import tolerance_of
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, inner_model, opened
@@ -45,7 +46,7 @@ LEAK_TOLERANCE = 1e-4
 
 def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
     """Check the loss without materialized logits on the first columns of the first row, with every token learned."""
-    model, short_row = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
+    model, short_row = trainer.model, _short_row(trainer.model, inputs)
     if short_row is None:
         return False, "the batch has no input_ids of shape (rows, time) with labels to compare it on"
 
@@ -69,7 +70,7 @@ def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_pref
     model, shared_tokens = trainer.model, FEWEST_TOKENS if shares_prefixes else 0
 
     def compare() -> Found:
-        batch = type(inputs)(_two_rows(_shared_vocabulary(model), inputs["input_ids"].device, shared_tokens))
+        batch = type(inputs)(_two_rows(model, inputs["input_ids"].device, shared_tokens))
         if shares_prefixes and _draws_random_numbers(trainer, batch):
             return False, "the model draws random numbers (dropout)"
         rows = end_to_end(batch, shares_prefixes=shares_prefixes)
@@ -109,7 +110,7 @@ def _draws_random_numbers(trainer: Trainer, batch: Any) -> bool:
 def scales_with_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
     """Return whether the training loss scales with the model's own loss: twice the row weight gives twice the loss.
     Checked on the first columns of the first row, with every token learned."""
-    model, short_row = trainer.model, _short_row(inputs, head_of(trainer.model).out_features)
+    model, short_row = trainer.model, _short_row(trainer.model, inputs)
     if short_row is None:
         return False
     items = short_row["labels"].ne(NOT_LEARNED).sum()
@@ -124,35 +125,26 @@ def scales_with_row_weights(trainer: Trainer, inputs: Mapping[str, Any]) -> bool
     return bool(_run_check(model, compare, "a short row")[0])
 
 
-MakeContext = Callable[[Optional[EndToEnd], list[RowLosses]], contextlib.AbstractContextManager[None]]
-"""(rows end to end, or None; a list) -> a context in which a forward appends the losses of its rows to the list."""
-
-
 def agrees_on_rows(
-    model: torch.nn.Module,
-    device: torch.device,
-    context: MakeContext,
-    low_precision: bool,
-    padding_free: bool,
-    shares_prefixes: bool = False,
+    model: torch.nn.Module, kind: Callable, low_precision: bool, padding_free: bool, shares_prefixes: bool
 ) -> Found:
     """Check on two rows of different length, in evaluation mode, that all losses equal those that the logits give.
 
-    With ``padding_free``, the first row must not change the second. ``shares_prefixes``: the rows begin with the same
-    tokens, which are computed once.
+    ``kind``: ``opened`` or ``headless``. With ``padding_free``, the first row must not change the second.
+    ``shares_prefixes``: the rows begin with the same tokens, which are computed once.
     """
-    shared_tokens = FEWEST_TOKENS if shares_prefixes else 0
+    device, shared_tokens = input_device(model), FEWEST_TOKENS if shares_prefixes else 0
 
     def losses_and_states(
         batch: Mapping[str, torch.Tensor], rows: Optional[EndToEnd]
     ) -> tuple[list[float], list[torch.Tensor]]:
         seen: list[RowLosses] = []
-        with context(rows, seen), _record_output(inner_model(model).base_model) as states:
+        with kind(model, None, seen.append, rows), _record_states(model) as states:
             loss = model(**batch, use_cache=False).loss
         return [float(loss), *seen[-1].sums.tolist()], states
 
     def compare() -> Found:
-        batch = _two_rows(_shared_vocabulary(model), device, shared_tokens)
+        batch = _two_rows(model, device, shared_tokens)
         rows = end_to_end(batch, shares_prefixes=shares_prefixes) if padding_free else None
         stock = model(**batch, use_cache=False)
         wanted = [float(stock.loss), *row_scores(stock.logits, batch["labels"])[:, 0].tolist()]
@@ -228,7 +220,7 @@ def _measure(
     """Return (loss, states (tokens, size) of the rows one after the other, gradient of some small weights)."""
     model = trainer.model
     few = [p for p in model.parameters() if p.requires_grad and p.numel() <= MOST_VALUES][:MOST_WEIGHTS]
-    with _record_output(inner_model(model).base_model) as outputs:
+    with _record_states(model) as outputs:
         loss = _loss(trainer, batch, context, with_gradient=bool(few))
     found = torch.autograd.grad(loss, few, allow_unused=True) if few else ()
     gradient = [torch.zeros(1, dtype=torch.float64), *(g.flatten().cpu().double() for g in found if g is not None)]
@@ -238,15 +230,16 @@ def _measure(
 
 
 @contextlib.contextmanager
-def _record_output(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+def _record_states(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     kept: list[torch.Tensor] = []
-    with module.register_forward_hook(lambda module, given, output: kept.append(output[0])):
+    body = inner_model(model).base_model
+    with body.register_forward_hook(lambda module, given, output: kept.append(output[0])):
         yield kept
 
 
-def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
+def _short_row(model: torch.nn.Module, inputs: Mapping[str, Any]) -> Any:
     """Return the first columns of the first row, with every token learned; None if the batch is not text."""
-    ids = inputs.get("input_ids")
+    ids, words = inputs.get("input_ids"), head_of(model).out_features
     if not torch.is_tensor(ids) or ids.dim() != 2 or not has_time("labels", inputs.get("labels")):
         return None
     short_row = {
@@ -257,13 +250,9 @@ def _short_row(inputs: Mapping[str, Any], words: int) -> Any:
     return type(inputs)({**short_row, "labels": short_row["input_ids"].clamp(max=words - 1)})
 
 
-def _shared_vocabulary(model: torch.nn.Module) -> int:
-    """Return how many tokens the model both reads and predicts."""
-    return min(head_of(model).out_features, len(model.get_input_embeddings().weight))
-
-
-def _two_rows(words: int, device: torch.device, shared_tokens: int) -> dict[str, torch.Tensor]:
+def _two_rows(model: torch.nn.Module, device: torch.device, shared_tokens: int) -> dict[str, torch.Tensor]:
     """Return two rows of made-up tokens: the first ``shared_tokens`` are the same, and the second row is padded."""
+    words = min(head_of(model).out_features, len(model.get_input_embeddings().weight))  # both read and predicted
     shape = len(LENGTHS), max(LENGTHS)
     ids = (torch.arange(shape[0] * shape[1]) * 7 + 1).reshape(shape) % words
     ids[1, :shared_tokens] = ids[0, :shared_tokens]

@@ -133,12 +133,7 @@ class EvaluationPath:
 
     def _agrees(self, kind: Callable, instead: str, padding_free: bool = False, shares_prefixes: bool = False) -> bool:
         """``kind``: ``opened`` or ``headless``. ``instead``: what is done if the losses differ, for the log."""
-
-        def make_context(rows: Optional[EndToEnd], seen: list[RowLosses]) -> contextlib.AbstractContextManager[None]:
-            return kind(self.model, None, seen.append, rows)
-
-        given = input_device(self.model), make_context, self._low_precision, padding_free, shares_prefixes
-        agrees, reason = agrees_on_rows(self.model, *given)
+        agrees, reason = agrees_on_rows(self.model, kind, self._low_precision, padding_free, shares_prefixes)
         if reason is not None:
             logger.info("in evaluation %s: %s", instead, reason)
         return bool(agrees)
