@@ -7,6 +7,7 @@ off (on the right, where attention_mask is 0 and there is no label) or added.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -288,12 +289,32 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
     is_whole = len(groups) == 1 and sorted(*groups.values()) == list(range(first.rows))
     if is_whole and (not trim or width == (first.width, first.decoder_width)):
         return first.inputs
-    select = _Selection(groups)
-    made = {
-        name: _gather(name, value, batches, select, width if first.trimmable else None, first, pad_token_id)
-        for name, value in first.inputs.items()
-    }
-    return type(first.inputs)(made)  # a loss may read attributes of a BatchEncoding
+
+    @functools.cache  # made once for all inputs, without a wait for the device
+    def index(number: int, device: torch.device) -> torch.Tensor:
+        made = torch.tensor(groups[number])
+        return made if device == CPU else copied_async(made, device)
+
+    def rows_of_batch(name: str, number: int) -> torch.Tensor:
+        tensor, own = batches[number].inputs[name], groups[number]
+        if own == list(range(own[0], own[0] + len(own))):
+            return tensor[own[0] : own[0] + len(own)]  # a view: images are not copied
+        return tensor[index(number, tensor.device)]
+
+    def gathered(name: str, value: Any) -> Any:
+        if torch.is_tensor(value) and value.dim() > 0:
+            parts = [rows_of_batch(name, number) for number in groups]
+            if follows_time(name, value, first):
+                on_decoder = first.decoder_width > 0 and name in DECODER_SIDE
+                fill = PADDING[name] if PADDING[name] is not None else pad_token_id
+                parts = [_fit(part, width[1] if on_decoder else width[0], fill) for part in parts]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if isinstance(value, (list, tuple)):
+            return type(value)([batches[n].inputs[name][row] for n, rows in groups.items() for row in rows])
+        return value
+
+    # a loss may read attributes of a BatchEncoding
+    return type(first.inputs)({name: gathered(name, value) for name, value in first.inputs.items()})
 
 
 def are_on_host(batches: Sequence[Any]) -> bool:
@@ -363,37 +384,6 @@ def _needed_width(batches: Sequence[Batch], groups: dict[int, list[int]], trim: 
     if not next(batches[n] for n in groups).needed_decoder:
         return own, 0
     return own, max(max(batches[n].needed_decoder[r] for r in rows) for n, rows in groups.items())
-
-
-def _gather(name: str, value: Any, batches, select: _Selection, width, first: Batch, pad_token_id: int) -> Any:
-    if torch.is_tensor(value) and value.dim() > 0:
-        parts = [select.select_rows(batches[n].inputs[name], n) for n in select.groups]
-        if width is not None and follows_time(name, value, first):
-            on_decoder = first.decoder_width > 0 and name in DECODER_SIDE
-            fill = PADDING[name] if PADDING[name] is not None else pad_token_id
-            parts = [_fit(part, width[1] if on_decoder else width[0], fill) for part in parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-    if isinstance(value, (list, tuple)):
-        return type(value)([batches[n].inputs[name][row] for n, rows in select.groups.items() for row in rows])
-    return value
-
-
-class _Selection:
-    """Rows by batch, and their index on each device, made once for all inputs without waiting for the device."""
-
-    def __init__(self, groups: dict[int, list[int]]) -> None:
-        self.groups = groups
-        self._indices: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-    def select_rows(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        rows = self.groups[number]
-        if rows == list(range(rows[0], rows[0] + len(rows))):
-            return tensor[rows[0] : rows[0] + len(rows)]  # a view: images are not copied
-        key = (number, tensor.device)
-        if key not in self._indices:
-            index = torch.tensor(rows)
-            self._indices[key] = index if tensor.device == CPU else copied_async(index, tensor.device)
-        return tensor[self._indices[key]]
 
 
 def _fit(part: torch.Tensor, width: int, fill: int) -> torch.Tensor:
