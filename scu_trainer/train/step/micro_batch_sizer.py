@@ -128,8 +128,7 @@ class MicroBatchSizer:
         self._retried: set[MicroBatch] = set()
         self._processed_tokens: dict[tuple[Row, ...], int] = {}
         self._before: Optional[MemoryReading] = None
-        self._base_bytes = 0
-        self._limit_name = ""
+        self._base: Optional[MemoryReading] = None
         self.gradient_bytes = self._growth_bytes = 0
         self._peak_fraction = 0.0
         self._attempts = self._planned = self.local_failures = 0
@@ -165,7 +164,7 @@ class MicroBatchSizer:
             # If memory is short, live memory must be told apart from freed memory that the allocator still caches.
             exact = self._is_learning or self.state.pressure != "low" or self.state.cap_tokens is not None
             self.gauge.reset(exact=exact)
-            self._set_baseline(self._read_gauge() if exact else reading)
+            self._before = self._base = self._read_gauge() if exact else reading
         if self.first_cap_tokens is not None and self.statistics.windows == self._first_window:
             self._apply_first_cap()
         micro_batches = self._plan(window) if keep_step is None else self._plan_on_all_ranks(window, keep_step)
@@ -180,10 +179,6 @@ class MicroBatchSizer:
             self._note(reason, self._before, self.state.pressure, tokens=self.first_cap_tokens)
         else:
             self.state = replace(self.state, cap_tokens=None)
-
-    def _set_baseline(self, reading: MemoryReading) -> None:
-        """Take ``reading`` as the memory in use before the micro-batches of the window."""
-        self._before, self._base_bytes, self._limit_name = reading, reading.used_bytes, reading.limit_name
 
     def _plan_on_all_ranks(self, window: AccumulationWindow, all_reduce_max: AllReduceMax) -> list[MicroBatch]:
         """Return the same number of micro-batches on every rank. If a split would change the gradient, only short
@@ -286,7 +281,7 @@ class MicroBatchSizer:
         seen = control.MemoryMeasurement(
             step=self.step,
             limit_bytes=reading.limit_bytes,
-            used_bytes=self._base_bytes if reading.limit_name == self._limit_name else reading.used_bytes,
+            used_bytes=(self._base if reading.limit_name == self._base.limit_name else reading).used_bytes,
             peak_bytes=round(self._peak_fraction * reading.limit_bytes),
             ceiling_tokens=self._ceiling,
             floor_tokens=self._floor,
@@ -374,7 +369,7 @@ class MicroBatchSizer:
     def _room_bytes(self, is_calm: bool) -> float:
         limit = self._before.limit_bytes
         keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
-        return limit - keep_free - self._base_bytes - self._growth_bytes
+        return limit - keep_free - self._base.used_bytes - self._growth_bytes
 
     def before(self, micro_batch: MicroBatch) -> None:
         self._attempts += 1
@@ -434,7 +429,7 @@ class MicroBatchSizer:
         wanted = f" ({_gib(caught.wanted_bytes)} wanted)" if caught.wanted_bytes else ""
         if self._rests:  # nothing was read before this step, so take what is in use now, after freeing
             self._rests = False
-            self._set_baseline(reading)
+            self._before = self._base = reading
         self.statistics.out_of_memory += 1
         self.local_failures += 1
         self._learning_until = self.statistics.windows + LEARNING_WINDOWS
@@ -445,9 +440,9 @@ class MicroBatchSizer:
             message = "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory"
             logger.warning(message, self.step, self._size(micro_batch), wanted)
             return [micro_batch]
-        floor = min(self._floor, micro_batch.tokens)
+        floor, used_bytes = min(self._floor, micro_batch.tokens), self._base.used_bytes
         self.state = control.after_oom(
-            self.law, self.state, micro_batch.tokens, floor, reading.limit_bytes, self._base_bytes, micro_batch.length
+            self.law, self.state, micro_batch.tokens, floor, reading.limit_bytes, used_bytes, micro_batch.length
         )
         smaller = self._window.split(micro_batch, self._cap, settings.max_batch_size, settings.min_batch_size)
         if smaller == [micro_batch]:
