@@ -51,11 +51,11 @@ HANDLE_BYTES = 512 * 2**20
 # Out of memory for which a smaller micro-batch does not help: in a worker process or the pinning thread (host memory of
 # the data loader; torch re-raises it in the main process with the original's type), and in NCCL, because its
 # communicator is dead.
-_ELSEWHERE = re.compile(r"^Caught \w+ in (?:DataLoader worker process|pin memory thread)|\bNCCL error\b")
-
-# An error of a worker or of the pinning thread, and torch's message about a worker that the kernel has killed: Linux
-# sends SIGKILL or SIGBUS if the host's memory, or the shared memory of /dev/shm, is exhausted.
 _OF_LOADER = re.compile(r"^Caught \w+ in (?:DataLoader worker process|pin memory thread)")
+_ELSEWHERE = re.compile(rf"{_OF_LOADER.pattern}|\bNCCL error\b")
+
+# torch's message about a worker that the kernel has killed: Linux sends SIGKILL or SIGBUS if the host's memory, or the
+# shared memory of /dev/shm, is exhausted.
 _ENDED_WORKER = re.compile(r"DataLoader worker \(pid.*\) is killed by signal: (?:Killed|Bus error)")
 
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E")
