@@ -1274,3 +1274,26 @@ def test_rows_that_count_alike_do_not_stand_for_those_that_do_not(tmp_path, alik
     ours, fault = with_loops(LearnsAnswers), FailsOnce()
     found = run(ours, tmp_path, None, rows, plain, memory=MemorySettings(), callbacks=[fault])
     assert fault.failed == 1 and apart(found, expected) < 1e-6
+
+
+class LearnsAnswersIfTold(Trainer):
+    """Its loss is a mean over a mask of its own in those batches that have one, and over all tokens in the others."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        tokens = inputs["input_ids"]
+        mask = inputs.get("loss_mask", torch.ones_like(tokens))[:, 1:].float()
+        logits = model(tokens).logits[:, :-1]
+        loss = functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
+        return (loss * mask).sum() / mask.sum()
+
+
+def test_a_mask_that_only_some_batches_of_a_step_have(tmp_path):
+    def made(index: int) -> dict[str, torch.Tensor]:
+        row = {"input_ids": tiny.Rows(32, 12).tokens[index]}
+        return row if index // 4 % 2 else {**row, "loss_mask": (torch.arange(12) >= 6).long()}
+
+    rows = {"train_dataset": [made(index) for index in range(32)]}
+    plain = {"remove_unused_columns": False, "train_sampling_strategy": "sequential", "max_steps": 3}
+    expected = run(LearnsAnswersIfTold, tmp_path, None, rows, plain)
+    found = run(with_loops(LearnsAnswersIfTold), tmp_path, None, rows, plain, memory=MemorySettings())
+    assert apart(found, expected) < 1e-6
