@@ -6,7 +6,6 @@ docs/memory.md shows a gauge on its own, in your own training loop. ``second_try
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import weakref
 from abc import ABC, abstractmethod
@@ -278,8 +277,7 @@ def free_memory(device: torch.device = CPU) -> int:
     """Collect garbage, then give cached memory of all devices and of the C library back to the system. Takes some
     tenths of a second. Returns the bytes of ``device`` that this process no longer holds."""
     before_bytes = _held_bytes(device)
-    gc.collect()
-    clear_device_cache()
+    clear_device_cache(garbage_collection=True)
     release_freed_memory()
     return max(before_bytes - _held_bytes(device), 0)
 
