@@ -36,7 +36,7 @@ from scu_trainer.train.preflight import (
     weights,
 )
 from scu_trainer.train.preflight.finding import percent
-from scu_trainer.train.step.distributed.sharded import trained_bytes
+from scu_trainer.train.step.distributed.sharded import weight_bytes
 from tests import tiny
 from tests.train.seeded_mistakes import MISTAKES
 
@@ -385,7 +385,7 @@ def test_frozen_weights_need_room_on_the_disk_unless_an_adapter_saves_none_of_th
         sum(p.nbytes for p in part.parameters() if p.requires_grad == is_trained) for is_trained in (0, 1)
     )
     assert checkpoint_bytes(part, training) == trained * (4 * 3 + 1) + frozen * (3 + 1) < whole
-    assert checkpoint_bytes(adapted, training) == trained_bytes(adapted) * (4 * 3 + 1)
+    assert checkpoint_bytes(adapted, training) == weight_bytes(adapted) * (4 * 3 + 1)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_frozen_weights_need_room_on_the_disk_unless_an_adapter_saves_none_of_th
 )
 def test_memory_is_compared_with_what_is_free(free_share, expected, tmp_path, monkeypatch):
     model, job = tiny.llama(), job_of()
-    needed = 3 * trained_bytes(model)
+    needed = 3 * weight_bytes(model)
     monkeypatch.setattr(room, "free_memory", lambda training: FreeMemory((), int(free_share * needed)))
     assert ids(room.before_training(job, model, tmp_path, 10)) == expected
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -435,7 +435,7 @@ def test_checkpoints_of_epochs_are_those_that_are_trained(max_steps, epochs, fou
         gradient_accumulation_steps=1,
     )
     model = tiny.llama()
-    monkeypatch.setattr(room, "free_bytes", lambda path: 10 * (trained_bytes(model) + room.state_bytes(job, model)))
+    monkeypatch.setattr(room, "free_bytes", lambda path: 10 * (weight_bytes(model) + room.state_bytes(job, model)))
     assert ids(room.before_training(job, model, tmp_path, job.planned_steps(80), 80)) == found
 
 

@@ -48,7 +48,7 @@ from scu_trainer.train.loops.guard.spikes import check_spike_guard
 from scu_trainer.train.loops.weight_average import check_schedule_free
 from scu_trainer.train.run_directory.resume import check_resumable
 from scu_trainer.train.step.distributed.deepspeed_rules import check_deepspeed, uses_deepspeed
-from scu_trainer.train.step.distributed.sharded import stored_bytes, trained_bytes
+from scu_trainer.train.step.distributed.sharded import weight_bytes
 
 
 class Task(Protocol):
@@ -249,8 +249,8 @@ def checkpoint_bytes(model, training: TrainingArguments, averaged: bool = False)
     saves = 0 if training.save_strategy == "no" else kept
     copies = 6 if uses_deepspeed(training) else 4
     copies += averaged
-    frozen_bytes = 0 if hasattr(model, "peft_config") else stored_bytes(model) - trained_bytes(model)
-    return trained_bytes(model) * (copies * saves + 1) + frozen_bytes * (saves + 1)
+    frozen_bytes = 0 if hasattr(model, "peft_config") else weight_bytes(model, is_trained=False)
+    return weight_bytes(model) * (copies * saves + 1) + frozen_bytes * (saves + 1)
 
 
 def free_memory(training: TrainingArguments) -> FreeMemory:

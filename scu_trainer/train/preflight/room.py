@@ -18,7 +18,7 @@ from scu_trainer.train.preflight.finding import Check, Finding, percent
 from scu_trainer.train.preflight.length import interval
 from scu_trainer.train.preflight.optimization import optimizer_name
 from scu_trainer.train.step.distributed.deepspeed_rules import uses_deepspeed
-from scu_trainer.train.step.distributed.sharded import trained_bytes, weight_count
+from scu_trainer.train.step.distributed.sharded import weight_bytes, weight_count
 
 MEMORY_SHORT = Check(
     "memory-too-small",
@@ -53,14 +53,14 @@ def before_training(
 def state_bytes(job: Job, model: nn.Module) -> int:
     """Return the bytes of the optimizer state, as a lower bound; 0 if unknown or if it can move elsewhere."""
     weights = sum(weight_count(p) for p in model.parameters() if p.requires_grad)
-    return optimizer_bytes.state_bytes(optimizer_name(job), trained_bytes(model), weights)
+    return optimizer_bytes.state_bytes(optimizer_name(job), weight_bytes(model), weights)
 
 
 def _check_memory(job: Job, model: nn.Module) -> Iterator[Finding]:
     training = job.training
     if uses_deepspeed(training) or training.fsdp or job.model.device_map is not None:
         return  # they decide where each part is stored
-    parts = {"gradients": trained_bytes(model), "optimizer states": state_bytes(job, model)}
+    parts = {"gradients": weight_bytes(model), "optimizer states": state_bytes(job, model)}
     free = free_memory(training)
     if training.device.type == "cuda":
         parts["weights"] = sum(p.nbytes for p in model.parameters() if p.device.type == "cpu")
@@ -83,7 +83,7 @@ def _check_disk(
     if (training.save_total_limit or 0) > 0 or not steps:  # with a limit, the disk was checked before
         return
     saves = _checkpoint_count(job, steps, rows)
-    each = trained_bytes(model) + (0 if training.save_only_model else state_bytes(job, model))
+    each = weight_bytes(model) + (0 if training.save_only_model else state_bytes(job, model))
     free = free_bytes(output_dir)
     if saves * each > free:
         what = (

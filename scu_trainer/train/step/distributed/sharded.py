@@ -33,14 +33,9 @@ def weight_count(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", weight_count_of(parameter))
 
 
-def stored_bytes(model: nn.Module) -> int:
-    """Return the bytes of all weights, over all shards."""
-    return sum(weight_count(p) * p.element_size() for p in model.parameters())
-
-
-def trained_bytes(model: nn.Module) -> int:
-    """Return the bytes of all trained weights, over all shards."""
-    return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
+def weight_bytes(model: nn.Module, is_trained: bool = True) -> int:
+    """Return the bytes of all trained weights, or of all frozen ones, over all shards."""
+    return sum(weight_count(p) * p.element_size() for p in model.parameters() if p.requires_grad == is_trained)
 
 
 def is_sharded(trainer: Trainer) -> bool:
