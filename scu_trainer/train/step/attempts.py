@@ -97,7 +97,7 @@ def run(
         micro_batch = waiting.popleft()
         if not micro_batch.has_run:
             fitting = sizes.fit(micro_batch)
-            if fitting[0] is not micro_batch and list(fitting) != [micro_batch]:
+            if list(fitting) != [micro_batch]:
                 waiting.extendleft(reversed(fitting))
                 continue
         snapshot = snapshot or place.snapshot()

@@ -116,7 +116,7 @@ def _restore_buffers(buffers: list) -> None:
             refill(registered[name], value)
 
 
-def _attributes_of(holder: Any, of_data: frozenset[str] = frozenset()) -> tuple:
+def _attributes_of(holder: Any, of_data: frozenset[str]) -> tuple:
     """Return the attributes of an object with their contents, for ``restore_attributes``. ``of_data``: names of
     attributes with contents that nothing changes."""
     is_ours = isinstance(holder, nn.Module) and comes_from(type(holder), "scu_trainer")  # they keep what trials found

@@ -26,7 +26,7 @@ def may_add_to_gradient(weight: Tensor, ctx: Any, position: int) -> bool:
         return False
     if (gradient.dtype, gradient.shape, gradient.device) != (weight.dtype, weight.shape, weight.device):
         return False
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDP's hooks are not visible here
         return False
