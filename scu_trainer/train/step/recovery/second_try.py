@@ -13,7 +13,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Optional, TypeVar
+from typing import Any, Optional, TypeVar
 
 import torch
 
@@ -109,7 +109,8 @@ def second_try(
     with CatchOutOfMemory() as caught:
         return retry_unchanged(function, unchanged)
     raise OutOfMemory(
-        f"{doing} does not fit in memory, even after memory was freed. {advice}. {_quoted_allocation(caught.text)}"
+        f"{doing} does not fit in memory, even after memory was freed. {advice}. The failed allocation said: "
+        f"{caught.text}"
     )
 
 
@@ -126,22 +127,23 @@ def out_of_memory_reported(doing: Callable[[], str]) -> Iterator[None]:
         raise
     except Exception as error:  # narrowed by the checks below
         if is_out_of_memory_in_loader(error):
-            _raise_out_of_memory(
-                f"{doing()}: a worker of the data loader ran out of memory", SMALLER_LOADER, _last_line(error), error
-            )
-        if any(words in str(error) for words in TOO_MANY_FILES):
+            problem, text = f"{doing()}: a worker of the data loader ran out of memory", _last_line(error)
+            is_loading = True
+        elif any(words in str(error) for words in TOO_MANY_FILES):
             raise RequirementError(
                 f"{doing()} needs more open files than {_advice_on_open_files()}, and {RUN_AGAIN}"
             ) from error
-        if not is_out_of_memory(error):
+        elif is_out_of_memory(error):
+            frames, text = traceback.extract_tb(error.__traceback__), _first_line(error)
+            is_loading = any(LOADER_FILES in frame.filename for frame in frames)
+            doing_what = "reading its rows" if is_loading else "where nothing can be repeated"
+            place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
+            problem = f"{doing()} ran out of memory {doing_what} ({place})"
+        else:
             raise
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
-        is_loading = any(LOADER_FILES in frame.filename for frame in frames)
-        problem = f"{doing()} ran out of memory {'reading its rows' if is_loading else 'where nothing can be repeated'}"
-        _raise_out_of_memory(
-            f"{problem} ({place})", SMALLER_LOADER if is_loading else MORE_ROOM, _first_line(error), error
-        )
+        forget_traceback(error)
+        advice = SMALLER_LOADER if is_loading else MORE_ROOM
+        raise OutOfMemory(f"{problem}. {advice}. The failed allocation said: {text}") from None
 
 
 def _advice_on_open_files() -> str:
@@ -151,15 +153,6 @@ def _advice_on_open_files() -> str:
         return "the system allows; lower dataloader_num_workers"
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"the {most} that ulimit -n allows; raise that (ulimit -n {4 * most}) or lower dataloader_num_workers"
-
-
-def _raise_out_of_memory(problem: str, advice: str, text: str, error: BaseException) -> NoReturn:
-    forget_traceback(error)
-    raise OutOfMemory(f"{problem}. {advice}. {_quoted_allocation(text)}") from None
-
-
-def _quoted_allocation(text: str) -> str:
-    return f"The failed allocation said: {text}"
 
 
 def _first_line(error: BaseException) -> str:
