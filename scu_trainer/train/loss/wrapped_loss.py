@@ -104,25 +104,22 @@ class RowLoss(nn.Module):
         only this batch.
         """
         with _explain_class_errors(outputs, targets):
-            return self._loss(outputs, targets, num_items)
-
-    def _loss(self, outputs: Any, targets: torch.Tensor, num_items: Any) -> tuple[torch.Tensor, Optional[torch.Tensor]]:
-        has_rows = self.kind == "whole" or has_one_entry_per_row(outputs, len(targets))
-        if self.kind is None and self.asks_alone:
-            self.find_kind(outputs if has_rows else None, targets)
-        elif not has_rows and self.asks_alone:
-            self._fall_back_to_whole(NO_ROWS)
-        if self.kind == "whole" or not has_rows:
-            share = 1.0 if num_items is None else len(targets) / num_items
-            return self._call_loss(outputs, targets).reshape(()) * share, None
-        sums, counts = self._row_sums_and_counts(outputs, targets)
-        total = sums.sum()
-        if self.kind == "sum":
-            return total, sums
-        if num_items is None:
-            counted = counts.sum()
-            num_items = torch.where(counted > 0, counted, 1.0)
-        return total / num_items, sums
+            has_rows = self.kind == "whole" or has_one_entry_per_row(outputs, len(targets))
+            if self.kind is None and self.asks_alone:
+                self.find_kind(outputs if has_rows else None, targets)
+            elif not has_rows and self.asks_alone:
+                self._fall_back_to_whole(NO_ROWS)
+            if self.kind == "whole" or not has_rows:
+                share = 1.0 if num_items is None else len(targets) / num_items
+                return self._call_loss(outputs, targets).reshape(()) * share, None
+            sums, counts = self._row_sums_and_counts(outputs, targets)
+            total = sums.sum()
+            if self.kind == "sum":
+                return total, sums
+            if num_items is None:
+                counted = counts.sum()
+                num_items = torch.where(counted > 0, counted, 1.0)
+            return total / num_items, sums
 
     def weights_of(self, targets: torch.Tensor) -> Optional[torch.Tensor]:
         """Return the divisor of a class-weighted mean over ``targets``; None for other kinds."""
