@@ -23,7 +23,6 @@ from scu_trainer.run_files import read_rows, write_json
 from scu_trainer.settings.regularization import LAWS_WITHOUT_TARGET
 from scu_trainer.train.checkpoints.saved_state import read_state, read_tensors
 from scu_trainer.train.loop import Loop, run_folder
-from scu_trainer.train.loss.analysis.added_means import added_means_warning, batches_added
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.regularization.regularizer import Regularizer
 from scu_trainer.train.step.recovery.second_try import second_try
@@ -92,17 +91,16 @@ class RegularizationLoop(Loop):
         if self._analysis.own_step.per_batch:  # a trial would generate
             return
         over_ranks = num_items is not None and trainer.accelerator.num_processes > 1
-        if over_ranks or batches_added(trainer, num_items) > 1:
+        if over_ranks or self._analysis.batches_added(num_items) > 1:
             self._ignores_items = self._analysis.ignores_items(inputs, num_items)
             if self._added_means(num_items) > 1 and trainer.is_world_process_zero():
-                logger.warning(added_means_warning(trainer, num_items, self._analysis.ranks_added))
+                logger.warning(self._analysis.added_means_warning(num_items))
 
     def _added_means(self, num_items: Any) -> int:
         micro_batches = self.trainer.micro_batches
         if micro_batches is not None:
             return micro_batches.means_added(num_items)
-        added = batches_added(self.trainer, num_items) * self._analysis.ranks_added
-        return added if self._ignores_items else 1
+        return self._analysis.means_added(num_items) if self._ignores_items else 1
 
     def on_loss(self, loss: torch.Tensor, num_items: Any) -> None:
         loss = self.trainer.task_loss

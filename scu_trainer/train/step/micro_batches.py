@@ -22,7 +22,6 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.figures import count_text
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.loss.analysis.added_means import added_means_warning, batches_added
 from scu_trainer.train.loss.analysis.analysis import LossAnalysis
 from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, WRITES
 from scu_trainer.train.loss.analysis.own_step import CallCounters, has_user_hook, name_of
@@ -417,7 +416,7 @@ class MicroBatchStep:
                 name_of(hooked, self.trainer.model),
             )
         if self.means_added(num_items) > 1:
-            self._warn_once("%s", added_means_warning(self.trainer, num_items, self.analysis.ranks_added))
+            self._warn_once("%s", self.analysis.added_means_warning(num_items))
 
     def _warn_once(self, text: str, *values: Any) -> None:
         """Warn, unless the same warning was logged before: later findings about the loss may repeat it."""
@@ -431,7 +430,7 @@ class MicroBatchStep:
         parts of one mean; 1 if there is only one or they are averaged."""
         if self.reduction is None or not self.reduction.is_mean:
             return 1
-        return batches_added(self.trainer, num_items) * self.analysis.ranks_added
+        return self.analysis.means_added(num_items)
 
     def _backward_of(self, share: float) -> contextlib.AbstractContextManager[None]:
         """Inside, ``accelerator.backward`` scales its loss by ``share``, the weight of a part in the mean over the

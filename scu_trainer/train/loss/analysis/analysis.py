@@ -397,6 +397,30 @@ class LossAnalysis:
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
+    def batches_added(self, num_items: Any) -> int:
+        """Return how many losses of a window the stock loop adds up as parts of one mean; 1 if it averages them."""
+        trainer = self.trainer
+        is_told = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and num_items is not None)
+        scaled = trainer.loss_is_scaled_for_ga
+        return trainer.current_gradient_accumulation_steps if (is_told if scaled is None else scaled) else 1
+
+    def means_added(self, num_items: Any) -> int:
+        """Return how many losses, over a window's batches and all ranks, the stock loop adds up as parts of one mean.
+        Each of them is a mean if the loss ignores the ``num_items_in_batch`` it is given."""
+        return self.batches_added(num_items) * self.ranks_added
+
+    def added_means_warning(self, num_items: Any) -> str:
+        batches, ranks = self.batches_added(num_items), self.ranks_added
+        larger = "gradient_accumulation_steps: 1 with a larger batch (micro-batches keep its memory low)"
+        instead = [larger] * (batches > 1) + ["average_tokens_across_devices: false"] * (ranks > 1)
+        who = "this model" if self.trainer.compute_loss_func is None else "compute_loss_func"
+        which = f"batches ({batches} on each rank)" if ranks > 1 else "accumulation batches"
+        return (
+            f"{who} ignores num_items_in_batch, so the stock loop adds up the mean losses of {batches * ranks} {which} "
+            "instead of averaging them: gradient and logged loss are that many times as large, here too. "
+            f"To avoid it, set {' and '.join(instead)}"
+        )
+
     def figures(self) -> Optional[dict[str, Any]]:
         """Return the entry "loss_analysis" of scu_metrics.json."""
         if self.reduction is None:
