@@ -175,7 +175,7 @@ ASKED = {
         lambda n, p, o, mask, labels, weight: (
             (weight * functional.cross_entropy(o, labels, reduction="none")).sum() / weight.sum()
         ),
-        "column",
+        "column weight",
     ),
     "focal": (
         classes(),

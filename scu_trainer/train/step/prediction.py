@@ -174,7 +174,7 @@ class Prediction:
         if reduction.is_exact and reduction.left_out_by:
             layout = layout_for(self.trainer.model, batch.inputs)
             self._store_reduction(replace(reduction, mixes=reduction.leaves_out(layout)), loss_only)
-        if reduction.kind in ("num_items", "sum"):
+        if not reduction.is_mean:
             return torch.stack(losses).sum()
         items = [sum(reduction.row_items(_part(batch, part), len(part))) for part, _ in parts]
         shares = [(share, loss) for share, loss in zip(items, losses, strict=True) if share]

@@ -427,7 +427,7 @@ class LossAnalysis:
             return None
         mixes = self.reduction.mixes or self._mixes_in_some_batches
         return {
-            "divides_by": self.reduction.kind,
+            "divides_by": self.reduction.kind.partition(" ")[0],  # without the name of a column
             "known": self.reduction.known,
             "is_exact": mixes is None,
             "mixes": mixes,

@@ -17,7 +17,7 @@ from scu_trainer.hardware.precision import AMPERE
 from scu_trainer.models.asking import float32_settings
 from scu_trainer.train.loss.analysis.no_trace import WithoutNoise, has_drawn, rng_state
 from scu_trainer.train.loss.rows.known import Call, LossCalls
-from scu_trainer.train.step.batches.reduction import Targets, row_items
+from scu_trainer.train.step.batches.reduction import SUMS, Targets, row_items
 from scu_trainer.train.step.batches.rows import placed
 from scu_trainer.train.step.recovery.snapshot import generators
 
@@ -139,7 +139,7 @@ class Observation:
 
     def shares(self, kind: str, targets: Optional[Targets] = None) -> list[float]:
         """Return the factor with which each part enters the whole, if the loss is of this ``kind``."""
-        if kind in ("sum", "num_items"):
+        if kind in SUMS:
             return [1.0] * self.rows
         items = row_items(kind, self.inputs, self.rows, targets)
         return [round(item / (sum(items) or 1.0), 9) for item in items]

@@ -194,14 +194,12 @@ class _Trial:
             return None
         is_exact = errors[kind] <= self.tolerance
         is_known = is_exact and known is not None and kind in known.kinds
-        column = kind.removeprefix(COLUMN) if kind.startswith(COLUMN) else None
         return Reduction(
-            "column" if column else kind,
+            kind,
             trims=None,
             mixes=None if is_exact else "the loss of several rows does not follow from the losses of each",
             known=known.name if is_known else None,
             targets=known.targets if known and kind == "targets" else None,
-            column=column,
             tied=() if is_known else tied,
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from scu_trainer.train.step.batches.reduction import Targets
+from scu_trainer.train.step.batches.reduction import SUMS, Targets
 from scu_trainer.train.step.batches.rows import PADDING, has_time
 
 BY_CLASSES = frozenset({functional.cross_entropy, functional.nll_loss})
@@ -95,7 +95,7 @@ class Divisor:
         """The kinds of ``Reduction`` that this loss may have."""
         if self.targets is not None:
             return (self.targets.kind,)
-        return ("sum", "num_items") if self.kind == "sum" else (self.kind,)
+        return SUMS if self.kind == "sum" else (self.kind,)
 
 
 def divisor_of(calls: Sequence[Call], inputs: Mapping[str, Any], rows: int) -> Optional[Divisor]:

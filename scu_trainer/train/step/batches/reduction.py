@@ -43,9 +43,8 @@ class Targets:
         return _row_sums(torch.where(counted, weight[torch.where(counted, entries, 0)], 0.0))
 
 
-MEANS = ("rows", "labels", "shifted_labels", "mask", "shifted_mask", "column", "targets")
-"""Kinds of losses that are means over the batch."""
-
+SUMS = ("sum", "num_items")
+"""Kinds of losses that are sums over the batch; all others are means."""
 
 COLUMN = "column "
 """Prefix of a kind: followed by the name of an input with weights of the rows."""
@@ -63,14 +62,13 @@ class Reduction:
 
     kind: what the loss divides its sum by. ``num_items``: the ``num_items_in_batch`` that it receives. ``sum``:
     nothing. All others are means of the batch: over its ``rows``; over its learned ``labels``, or these without the
-    first of each row (``shifted_labels``); over the tokens of its attention ``mask`` (``shifted_mask``); by a
-    ``column`` of row weights; over ``targets``, with class weights.
+    first of each row (``shifted_labels``); over the tokens of its attention ``mask`` (``shifted_mask``); by a column of
+    row weights (COLUMN and the name of the input); over ``targets``, with class weights.
     mixes: why no split is exact, if rows affect each other; ``kind`` is then the nearest one.
     trims: cutting off padding does not change the loss; None while no padded row has been seen.
     reads_padding: how it was seen that padding does change the loss.
     may_be_cut: False if the model fails on few rows or takes them for something else (pairs), however short memory is.
     known: full name of the public function that computes the loss; None if that was found out by trials.
-    column: name of the input with the row weights.
     tied: other kinds in which the tried rows count alike.
     left_out_by: of a sum of several means, the inputs that leave a row out of one of them, and the entry that does;
     None for any entry past the last column.
@@ -82,7 +80,6 @@ class Reduction:
     reads_padding: Optional[str] = None
     known: Optional[str] = None
     targets: Optional[Targets] = None
-    column: Optional[str] = None
     tied: tuple[str, ...] = ()
     may_be_cut: bool = True
     left_out_by: tuple[tuple[str, Optional[int]], ...] = ()
@@ -93,12 +90,11 @@ class Reduction:
 
     @property
     def is_mean(self) -> bool:
-        return self.kind in MEANS
+        return self.kind not in SUMS
 
     def row_items(self, inputs: Any, rows: int) -> list[float]:
         """Return what each row counts in the mean over ``inputs``; zeros if it is not a mean. Waits for the device."""
-        kind = self.kind if self.column is None else f"{COLUMN}{self.column}"
-        return row_items(kind, inputs, rows, self.targets)
+        return row_items(self.kind, inputs, rows, self.targets)
 
     def leaves_out(self, batch: Batch) -> Optional[str]:
         """Return why the loss of ``batch`` does not follow from its rows: one of several means leaves a row out."""
@@ -126,7 +122,7 @@ def kinds_of_counts(inputs: Any) -> list[str]:
 
 
 def row_items(kind: str, inputs: Any, rows: int, targets: Optional[Targets] = None) -> list[float]:
-    """See ``Reduction.row_items``. A ``column`` kind is COLUMN followed by the name."""
+    """See ``Reduction.row_items``."""
     if kind == "rows":
         return [1.0] * rows
     if kind.startswith(COUNT):
@@ -135,7 +131,7 @@ def row_items(kind: str, inputs: Any, rows: int, targets: Optional[Targets] = No
         return _row_sums(entries.ne(NOT_LEARNED) if name.endswith("labels") else entries).float().tolist()
     if kind.startswith(COLUMN):
         return inputs[kind.removeprefix(COLUMN)].float().tolist()
-    if kind not in MEANS:
+    if kind in SUMS:
         return [0.0] * rows
     if kind in ("mask", "shifted_mask"):
         counted = _row_sums(inputs["attention_mask"][:, int(kind == "shifted_mask") :].ne(0))
