@@ -140,10 +140,10 @@ def test_a_class_behind_the_last_one_that_is_no_column_leaves_a_row_out(text):
         for target in (given["first"], given["second"]):
             functional.cross_entropy(torch.rand(4, 3), target, ignore_index=3)
     reduction = Reduction("rows", left_out_by=left_out_by(seen.calls, given, 4))
-    assert reduction.leaves_out(read_layout(given)) is None
+    assert reduction.obstacle_in(read_layout(given)) is None
     left_out = read_layout({**text, "first": torch.tensor([0, 3, 2, 0])})
-    assert reduction.leaves_out(left_out).startswith("in some batches first leaves rows out")
-    assert reduction.leaves_out(read_layout({**text, "others": given["first"]})) is None
+    assert reduction.obstacle_in(left_out).startswith("in some batches first leaves rows out")
+    assert reduction.obstacle_in(read_layout({**text, "others": given["first"]})) is None
 
 
 def test_the_divisor_of_weights_is_that_of_every_class():

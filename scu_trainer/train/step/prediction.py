@@ -171,9 +171,9 @@ class Prediction:
         reduction = get_reduction()
         if losses[0].ndim and self._has_row_losses:
             return torch.cat(losses)
-        if reduction.is_exact and reduction.left_out_by:
+        if reduction.is_exact:
             layout = layout_for(self.trainer.model, batch.inputs)
-            self._store_reduction(replace(reduction, mixes=reduction.leaves_out(layout)), loss_only)
+            self._store_reduction(replace(reduction, mixes=reduction.obstacle_in(layout)), loss_only)
         if not reduction.is_mean:
             return torch.stack(losses).sum()
         items = [sum(reduction.row_items(_part(batch, part), len(part))) for part, _ in parts]

@@ -124,7 +124,7 @@ class LossAnalysis:
         is_new, found = self._read(batches, num_items, pad_token_id, ranks), self._found
         if found is None or not found.is_exact:
             return is_new
-        mixes = next(filter(None, map(found.leaves_out, batches)), None)
+        mixes = next(filter(None, map(found.obstacle_in, batches)), None)
         if mixes is None:
             return is_new
         # Only for these batches: what is known about such inputs does not change.

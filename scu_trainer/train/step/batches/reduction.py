@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -52,6 +51,9 @@ COLUMN = "column "
 COUNT = "count "
 """Prefix of a kind in ``tied``: followed by the name of an input that may say which entries count."""
 
+INPUTS = {"labels": "labels", "shifted_labels": "labels", "mask": "attention_mask", "shifted_mask": "attention_mask"}
+"""Other kinds that count the entries of an input, and its name."""
+
 OF_ENTRIES = ("labels", "mask", "weights")
 """Suffixes of the names of such inputs."""
 
@@ -93,12 +95,23 @@ class Reduction:
         return self.kind not in SUMS
 
     def row_items(self, inputs: Any, rows: int) -> list[float]:
-        """Return what each row counts in the mean over ``inputs``; zeros if it is not a mean. Waits for the device."""
-        return row_items(self.kind, inputs, rows, self.targets)
+        """Return what each row counts in the mean over ``inputs``; zeros if it is not a mean. All count the same if the
+        input that counts them is missing, which ``obstacle_in`` reports. Waits for the device."""
+        kind = "rows" if self._lacks_input(self.kind, inputs) else self.kind
+        return row_items(kind, inputs, rows, self.targets)
 
-    def leaves_out(self, batch: Batch) -> Optional[str]:
-        """Return why the loss of ``batch`` does not follow from its rows: one of several means leaves a row out."""
-        for name, entry in self.left_out_by if not batch.obstacle else ():
+    def _lacks_input(self, kind: str, inputs: Any) -> bool:
+        name = _input_of(kind, self.targets)
+        return name is not None and inputs.get(name) is None
+
+    def obstacle_in(self, batch: Batch) -> Optional[str]:
+        """Return why the loss of ``batch`` does not follow from its rows, unlike that of the tried ones: the input that
+        counts them is missing, or one of several means leaves a row out."""
+        if batch.obstacle:
+            return None
+        if self._lacks_input(self.kind, batch.inputs):
+            return f"some batches have no {_input_of(self.kind, self.targets)}, which says how much a row counts"
+        for name, entry in self.left_out_by:
             entries = batch.inputs.get(name)
             if entries is not None and bool((entries.ge(batch.width) if entry is None else entries.eq(entry)).any()):
                 return f"in some batches {name} leaves rows out of one of several means"
@@ -106,12 +119,8 @@ class Reduction:
 
     def tells_apart(self, inputs: Any, rows: int) -> bool:
         """Return whether the kinds that were ``tied`` differ on these rows."""
-        own = _shares(self.row_items(inputs, rows))
-        for kind in self.tied:
-            with contextlib.suppress(KeyError):  # not every batch of a step has the input that this kind counts
-                if _shares(row_items(kind, inputs, rows)) != own:
-                    return True
-        return False
+        own, given = _shares(self.row_items(inputs, rows)), [k for k in self.tied if not self._lacks_input(k, inputs)]
+        return any(_shares(row_items(kind, inputs, rows)) != own for kind in given)
 
 
 def kinds_of_counts(inputs: Any) -> list[str]:
@@ -119,6 +128,14 @@ def kinds_of_counts(inputs: Any) -> list[str]:
     equally many such entries, a loss that is a mean over them looks like a mean over rows."""
     names = [name for name in sorted(inputs) if name.endswith(OF_ENTRIES) and name not in ("labels", "attention_mask")]
     return [f"{COUNT}{name}" for name in names if torch.is_tensor(inputs[name]) and inputs[name].dim() == 2]
+
+
+def _input_of(kind: str, targets: Optional[Targets]) -> Optional[str]:
+    """Return the name of the input from which ``kind`` counts what each row counts; None if it needs none."""
+    if kind == "targets":
+        return targets.name
+    prefix = next(filter(kind.startswith, (COLUMN, COUNT)), None)
+    return INPUTS.get(kind) if prefix is None else kind.removeprefix(prefix)
 
 
 def row_items(kind: str, inputs: Any, rows: int, targets: Optional[Targets] = None) -> list[float]:
