@@ -25,11 +25,11 @@ def _lines(converted: Imported, overrides: Mapping[str, Any], path: Path) -> Ite
     for name, value in {**overrides, **merged_settings(converted.keys)}.items():
         remarks = ["set by a flag"] if name in overrides else []
         remarks += [_key_and_value(key) for key in keys_by_field.get(name, ()) if name in overrides or not key.is_ours]
-        yield _yaml_line(name, overrides.get(name, value), "; ".join(remarks))
+        yield yaml_entry(name, overrides.get(name, value), "; ".join(remarks))
     defaults = {name: value for name, value in converted.defaults.items() if name not in overrides}
     if defaults:
         yield f"\n# Defaults of {title} for what its file does not set:"
-        yield from (_yaml_line(name, value, "") for name, value in defaults.items())
+        yield from (yaml_entry(name, value, "") for name, value in defaults.items())
     yield from _commented("Without a counterpart:", [_key_with_note(key) for key in converted.lost])
     yield from _commented("No action needed:", [_key_with_note(key) for key in _idle_keys(converted)])
     yield from _commented("Different here:", [*_differing(converted), *converted.differences])
@@ -43,7 +43,8 @@ def _keys_of_fields(converted: Imported) -> dict[str, list[Key]]:
     return keys
 
 
-def _yaml_line(name: str, value: Any, comment: str) -> str:
+def yaml_entry(name: str, value: Any, comment: str) -> str:
+    """Return an entry of a YAML file, with the comment, if there is one, at the end of its first line."""
     text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000).rstrip()
     first, *rest = text.split("\n")
     return "\n".join([f"{first}  # {comment}" if comment else first, *rest])

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from scu_trainer.cli.names.written import yaml_entry
 from scu_trainer.cli.parsing import require_new_file
 from scu_trainer.cli.planning.screen import in_words
 from scu_trainer.errors import SettingsError, StorageError
@@ -39,15 +38,6 @@ def check_output_path(path: Path) -> None:
 def write(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> None:
     """Write the configuration. ``entries``: what was typed for the job, by name. ``report``: the report of the plan,
     with settings that fit. ``precision``: (mixed_precision that the job gets on this machine, reason)."""
-    try:
-        path.write_text(_configuration_text(path, entries, report, precision), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be written: {error.strerror}; give another --output") from error
-
-
-def _configuration_text(
-    path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]
-) -> str:
     asked, changed = report["predicted"], report["recommended"]
     best = next(choice for choice in report["choices"] if choice["fits"])
     head = [
@@ -58,15 +48,12 @@ def _configuration_text(
     if best["peak_bytes"] != asked["peak_bytes"]:
         head.append(f"So it takes {format_bytes(best['peak_bytes'])} in micro-batches of {in_words(best)}.")
     kept = {name: value for name, value in entries.items() if name not in changed}
-    parts = ["".join(f"# {line}\n" for line in head)]
-    parts += [_commented_entry(name, value, "as asked") for name, value in kept.items()]
-    parts += [_commented_entry(name, value, REASONS.get(name, "fits")) for name, value in changed.items()]
+    lines = [f"# {line}" for line in head]
+    lines += [yaml_entry(name, value, "as asked") for name, value in kept.items()]
+    lines += [yaml_entry(name, value, REASONS.get(name, "fits")) for name, value in changed.items()]
     if not {"mixed_precision", "bf16", "fp16"} & {*kept, *changed}:
-        parts.append(_commented_entry("mixed_precision", *precision))
-    return "".join(parts)
-
-
-def _commented_entry(name: str, value: Any, reason: str) -> str:
-    text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True, width=1000)
-    first, end, rest = text.partition("\n")
-    return f"{first}  # {reason}{end}{rest}"
+        lines.append(yaml_entry("mixed_precision", *precision))
+    try:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; give another --output") from error
