@@ -11,7 +11,7 @@ from typing import Optional
 
 from scu_trainer.cli.fields import parse_checked
 from scu_trainer.cli.main import guarded
-from scu_trainer.cli.origin import adapter_hash
+from scu_trainer.cli.origin import is_merged_from
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.publishing.merge import add_merge_options, default_output, merge, merge_options
 from scu_trainer.cli.subjects import Subject, refuse_name_of_run, subject_of
@@ -103,7 +103,7 @@ def _prepared_upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional
 
 def _require_same_adapter(facts: Facts, merged: Path) -> None:
     """Raise HubError if the adapter is no longer the merged one, because the card describes the present run."""
-    if facts.merge.get("adapter_sha256") != adapter_hash(facts.weights):
+    if not is_merged_from(merged, facts.weights):
         raise HubError(
             f"{merged} was made from an adapter that is no longer in {facts.weights}: the adapter was trained "
             f"again, and its scores are not those of the merged weights; merge it again"
@@ -126,9 +126,8 @@ def _merged_folder(subject: Subject, typed: argparse.Namespace) -> Path:
         print(f"merging into {output}", file=sys.stderr)
         merge(subject, output, options)
         return output
-    facts, merged = facts_of(output)
-    merged_hash = facts.merge.get("adapter_sha256")
-    is_same = merged is not None and merged_hash == adapter_hash(Path(subject.source))
+    facts, _ = facts_of(output)
+    is_same = is_merged_from(output, Path(subject.source))
     if is_same and options.dtype in ("auto", facts.merge["dtype"]):
         print(f"using the existing merge: {output}", file=sys.stderr)
         return output
