@@ -30,7 +30,6 @@ from scu_trainer.train.tasks import task_of
 if TYPE_CHECKING:
     from scu_trainer.train.evaluation.scoring import DocumentScores
     from scu_trainer.train.job.components import TrainingComponents
-    from scu_trainer.train.job.source import Source
 
 logger = logging.getLogger("scu_trainer")
 
@@ -150,60 +149,51 @@ def prune(
     ``data_options``: data settings that override those of the run. ``seed``: seed of the split if there is no run.
     Raises UserError.
     """
+    from scu_trainer.train.evaluation.scoring import bootstrap_difference
     from scu_trainer.train.job.source import Source
 
-    learned = with_source_run(subject)
+    learned, task = with_source_run(subject), task_of(subject.task)
     data, seed = held_out_settings(learned, data_options, seed)
-    with run_log():
-        if (lost := lost_run_message(learned)) is not None:
-            logger.warning("%s: it may have learned some of the documents that it is scored on", lost)
-        pruning = _Pruning(subject, amount, kinds, Source(subject.model, data, learned.own(subject.task), seed), output)
-        write_new(output, pruning.build)
-    return pruning.facts
+    source = Source(subject.model, data, learned.own(subject.task), seed)
+    facts: dict[str, Any] = {
+        "format": 1,
+        "source": subject.source,
+        "run": source_run_of(Path(subject.source)),
+        "answers_plain_text": subject.answers_plain_text,
+        "output": str(output),
+        "amount": amount,
+        "unit": task.unit,
+    }
 
+    def scores_of(parts: TrainingComponents) -> DocumentScores:
+        if parts.data.eval is None:
+            raise DataError(f"nothing of {data.shown_dataset} is held out; give more data")
+        return task.score(parts.model, parts)
 
-class _Pruning:
-    """One pruning. ``facts``: the content of prune.json, complete after ``build``."""
-
-    def __init__(self, subject: Subject, amount: float, kinds: Sequence[str], source: Source, output: Path) -> None:
-        self.kinds, self.source, self.task = kinds, source, task_of(subject.task)
-        self.facts: dict[str, Any] = {
-            "format": 1,
-            "source": subject.source,
-            "run": source_run_of(Path(subject.source)),
-            "answers_plain_text": subject.answers_plain_text,
-            "output": str(output),
-            "amount": amount,
-            "unit": self.task.unit,
-        }
-
-    def build(self, folder: Path) -> None:
-        from scu_trainer.train.evaluation.scoring import bootstrap_difference
-
-        parts = self.task.load_scored(self.source)
-        plan = plan_pruning(parts.model, self.facts["amount"], self.kinds)
-        scores_before = self._scores(parts)
+    def build(folder: Path) -> None:
+        parts = task.load_scored(source)
+        plan = plan_pruning(parts.model, amount, kinds)
+        before = scores_of(parts)
         pruned_model = pruned(parts.model, plan, _batches(parts))
         recompute_batchnorm_statistics(
             pruned_model, ({k: v.cpu() for k, v in batch.items()} for batch in _batches(parts))
         )
         write_model(pruned_model, parts.processor, folder, "5GB")
-        reloaded = self.task.load_scored(
-            replace(self.source, model=replace(self.source.model, model_name_or_path=str(folder)))
+        reloaded = task.load_scored(replace(source, model=replace(source.model, model_name_or_path=str(folder))))
+        after = scores_of(reloaded)
+        facts.update(
+            units=plan.sizes,
+            before=_model_figures(parts, before),
+            after=_model_figures(reloaded, after),
+            change=bootstrap_difference(before, after).over(before),
         )
-        scores_after = self._scores(reloaded)
-        self.facts |= {
-            "units": plan.sizes,
-            "before": _model_figures(parts, scores_before),
-            "after": _model_figures(reloaded, scores_after),
-            "change": bootstrap_difference(scores_before, scores_after).over(scores_before),
-        }
-        write_json(folder / PRUNE_FILE, self.facts)
+        write_json(folder / PRUNE_FILE, facts)
 
-    def _scores(self, parts: TrainingComponents) -> DocumentScores:
-        if parts.data.eval is None:
-            raise DataError(f"nothing of {self.source.data.shown_dataset} is held out; give more data")
-        return self.task.score(parts.model, parts)
+    with run_log():
+        if (lost := lost_run_message(learned)) is not None:
+            logger.warning("%s: it may have learned some of the documents that it is scored on", lost)
+        write_new(output, build)
+    return facts
 
 
 def _model_figures(parts: TrainingComponents, scores: DocumentScores) -> dict[str, Any]:
