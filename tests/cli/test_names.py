@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from scu_trainer.cli.configuration import read_data, read_job, typed_entries
 from scu_trainer.cli.fields import field_names, settings_parser
-from scu_trainer.cli.names.common import NAMES, PATHS, ZERO
+from scu_trainer.cli.names.common import NAMES, ZERO
 from scu_trainer.cli.names.known import known_names, own_names, stock_fields
 from scu_trainer.cli.names.meaning import Alias, Switch
 from scu_trainer.cli.names.tools import ALL_KEYS, TOOLS
@@ -23,7 +23,7 @@ OURS = field_names(settings_parser(TrainingArguments))
 
 
 def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
-    assert not OURS & NAMES.keys() and PATHS.keys() <= OURS
+    assert not OURS & NAMES.keys()
     for table in (ALL_KEYS, *(tool.table for tool in TOOLS.values())):
         for meant in table.values():
             if isinstance(meant, Switch):

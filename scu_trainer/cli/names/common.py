@@ -74,9 +74,6 @@ VALUE_SPELLINGS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
 """Values of our fields that other programs spell differently, with our settings for them, or a text that says what to
 do instead. Those of ``dataset`` apply only if no file or folder has that name."""
 
-PATHS = {"resume": "resume_from_checkpoint"}
-"""Our switches that take a path in other programs."""
-
 
 def with_prompts(value: Any, source: Source) -> Meaning:
     """Read a switch that makes prompts part of the loss."""

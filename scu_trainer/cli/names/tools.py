@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from scu_trainer.cli.names import axolotl, llama_factory, trl, unsloth
-from scu_trainer.cli.names.common import NAMES, NEEDED, PATHS, VALUE_SPELLINGS
+from scu_trainer.cli.names.common import NAMES, NEEDED, VALUE_SPELLINGS
 from scu_trainer.cli.names.known import own_names
 from scu_trainer.cli.names.meaning import FALSE, TRUE, Meaning, Source, Table, read
 from scu_trainer.errors import SettingsError, did_you_mean
@@ -180,8 +180,6 @@ def _meaning(name: str, value: Any, source: Source, table: Table, known: Collect
     if value is None:
         return Meaning(said="it has no value")
     try:
-        if is_path(name, value):
-            return Meaning({PATHS[name]: value})
         if name in table:
             return _in_our_values(read(table, name, value, source))
         if name in known:
@@ -197,27 +195,24 @@ def hint(name: str, known: Collection[str]) -> str:
     return did_you_mean(name, [*(known_name for known_name in known if not known_name.startswith("no_")), *ALL_KEYS])
 
 
-def is_path(name: str, value: Any) -> bool:
-    """Whether a switch of ours got a path, which it takes in other programs."""
-    return name in PATHS and isinstance(value, str) and value.lower() not in (*TRUE, *FALSE)
-
-
-def is_word(name: str, value: Any) -> bool:
-    """Whether ``value`` of our field ``name`` is spelled differently here. An existing dataset of that name wins."""
-    is_spelled_differently = isinstance(value, str) and value.lower() in VALUE_SPELLINGS.get(name, {})
-    return is_spelled_differently and not (name == "dataset" and Path(value).exists())
+def our_spelling(name: str, value: Any) -> Union[dict[str, Any], str, None]:
+    """Return our settings for a ``value`` of our field ``name`` that is spelled differently here, or a text that says
+    what to do instead; None for any other value. An existing dataset of that name wins."""
+    if not isinstance(value, str):
+        return None
+    if name == "resume" and value.lower() not in (*TRUE, *FALSE):  # a switch here, a path in other programs
+        return {"resume_from_checkpoint": value}
+    spelled = VALUE_SPELLINGS.get(name, {}).get(value.lower())
+    return None if spelled and name == "dataset" and Path(value).exists() else spelled
 
 
 def _in_our_values(meaning: Meaning) -> Meaning:
     settings: dict[str, Any] = {}
     for name, value in meaning.settings.items():
-        if not is_word(name, value):
-            settings[name] = value
-            continue
-        words = VALUE_SPELLINGS[name][value.lower()]
-        if isinstance(words, str):
-            raise SettingsError(f"{value} has no counterpart here: {words}")
-        settings.update(words)
+        spelled = our_spelling(name, value)
+        if isinstance(spelled, str):
+            raise SettingsError(f"{value} has no counterpart here: {spelled}")
+        settings.update({name: value} if spelled is None else spelled)
     return Meaning(settings, meaning.said, meaning.is_lost)
 
 

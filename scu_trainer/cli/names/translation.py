@@ -13,7 +13,7 @@ from typing import Any
 
 from scu_trainer.cli.names.common import NEEDED, VALUE_SPELLINGS
 from scu_trainer.cli.names.meaning import Source
-from scu_trainer.cli.names.tools import ALL_KEYS, Key, as_word, is_path, is_word, keys_of, merged_settings
+from scu_trainer.cli.names.tools import ALL_KEYS, Key, as_word, keys_of, merged_settings, our_spelling
 from scu_trainer.cli.parsing import unknown_option
 from scu_trainer.errors import SettingsError
 
@@ -113,7 +113,7 @@ def _foreign_keys(entries: Mapping[str, Any], known: Collection[str]) -> dict[st
     foreign_names = [
         name
         for name, value in entries.items()
-        if is_path(name, value) or is_word(name, value) or (name not in known and name in ALL_KEYS)
+        if our_spelling(name, value) is not None or (name not in known and name in ALL_KEYS)
     ]
     table = {name: ALL_KEYS[name] for name in foreign_names if name in ALL_KEYS and name not in known}
     keys = {key.name: key for key in keys_of(Source(entries), table, entries)}
