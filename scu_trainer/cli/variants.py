@@ -92,15 +92,12 @@ def _plan_of(options: argparse.Namespace, scratch: Path) -> VariantPlan:
     config = None if options.config is None else Path(options.config)
     if config is not None and not config.is_file():
         raise SettingsError(f"cannot read the configuration {config}: it is not a file; give a YAML or JSON file")
-    extra = () if options.model_name_or_path is None else ("--model_name_or_path", options.model_name_or_path)
-    model = None if config is not None or extra else _reference_model()
-    if model is None and config is None:
-        model = Path(options.model_name_or_path)
+    name = options.model_name_or_path
+    extra = () if name is None else ("--model_name_or_path", name)
+    model = None
+    if config is None:
+        model = Path(_last_line_of_module("scu_trainer.train.fixtures.reference_model") if name is None else name)
     return VariantPlan(model, scratch, options.steps, config=config, extra=extra)
-
-
-def _reference_model() -> Path:
-    return Path(_last_line_of_module("scu_trainer.train.fixtures.reference_model"))
 
 
 def _last_line_of_module(module: str, *arguments: str) -> str:
@@ -230,22 +227,14 @@ def _nothing_fits(attempts: Sequence[Attempt], limit_gb: float) -> str:
 
 
 def _sizes(options: argparse.Namespace, plan: VariantPlan) -> WeightCounts:
-    name = options.model_name_or_path or plan.model or _model_of_config(plan.config)
+    from scu_trainer.cli.configuration_file import read_file
+
+    entries = {} if plan.config is None else read_file(plan.config)
+    name = options.model_name_or_path or plan.model or entries.get("model_name_or_path")
+    if name is None:
+        raise SettingsError(f"{plan.config} names no model_name_or_path; add it, or give --model_name_or_path")
     sizes = json.loads(_last_line_of_module("scu_trainer.models.loading.sizes", str(name)))
-    dtype = None if plan.config is None else _config_entry(plan.config, "dtype")
+    dtype = entries.get("dtype")
     if dtype in BYTES_PER_VALUE:
         sizes |= {"stored_bytes": BYTES_PER_VALUE[dtype], "trained_bytes": BYTES_PER_VALUE[dtype]}
     return WeightCounts(**sizes)
-
-
-def _model_of_config(config: Path) -> str:
-    name = _config_entry(config, "model_name_or_path")
-    if name is None:
-        raise SettingsError(f"{config} names no model_name_or_path; add it, or give --model_name_or_path")
-    return name
-
-
-def _config_entry(config: Path, name: str) -> Optional[str]:
-    from scu_trainer.cli.configuration_file import read_file
-
-    return read_file(config).get(name)

@@ -29,7 +29,7 @@ def outcome_of(variant, peak_mib: int, bpt=(9.0, 8.5)) -> VariantResult:
 
 
 @pytest.fixture
-def no_training(monkeypatch, tmp_path):
+def no_training(monkeypatch):
     """Runs nothing: each path takes what ``peaks`` says. Returns the names that were started, and their extra flags."""
     started = []
 
@@ -39,7 +39,6 @@ def no_training(monkeypatch, tmp_path):
             return outcome_of(variant, peaks[variant.name])
 
         monkeypatch.setattr(variants, "run", run)
-        monkeypatch.setattr(variants, "_reference_model", lambda: tmp_path / "model")
         monkeypatch.setattr(variants, "_last_line_of_module", lambda *words: '{"weights": 1000, "linear_weights": 800}')
         monkeypatch.setattr(variants, "has_cuda", lambda: False)
         return started
