@@ -135,6 +135,21 @@ def test_each_seed_is_a_run_of_its_own_and_their_spread_is_told(place, capsys):
 
 
 @pytest.mark.parametrize(
+    ("entries", "flags", "device"),
+    [
+        ({}, [], "auto"),
+        ({}, ["--use_cpu"], "cpu"),
+        ({}, ["--use-cpu=yes"], "cpu"),
+        ({"use_cpu": True}, ["--max_steps", "2"], "cpu"),
+        ({"use_cpu": True}, ["--use_cpu", "false"], "auto"),
+    ],
+)
+def test_only_a_run_on_the_cpu_waits_for_no_gpu(entries, flags, device):
+    options = subject.parse_runs_words(["start"])
+    assert subject._device(options, entries, flags) == device
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--seeds", "0", "x"), "--seeds: invalid int value: .x."),

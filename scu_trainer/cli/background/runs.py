@@ -19,7 +19,8 @@ from scu_trainer.cli.configuration_file import read_file
 from scu_trainer.cli.fields import check_known
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.names.known import known_names
-from scu_trainer.cli.names.translation import name_of, translated
+from scu_trainer.cli.names.meaning import is_on
+from scu_trainer.cli.names.translation import flags_of, name_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import SettingsError
@@ -222,8 +223,7 @@ def _free_name(options: argparse.Namespace, entries: dict) -> str:
 
 def _device(options: argparse.Namespace, entries: dict, flags: Sequence[str]) -> str:
     """Return the device to wait for. A run that uses no GPU must not wait for one."""
-    joined = " ".join(flags).replace("=", " ").replace("-", "_")
-    uses_cpu = entries.get("use_cpu") is True or "__use_cpu true" in joined.lower()
+    uses_cpu = is_on({**entries, **dict(flags_of(flags))}.get("use_cpu"))
     return "cpu" if uses_cpu and options.device == "auto" else options.device
 
 
