@@ -88,7 +88,8 @@ def test_the_next_way_is_taken_where_one_cannot_hold_a_row(run, tmp_path, monkey
 
 def test_weights_go_to_main_memory_and_disk_at_last_and_the_end_is_named(run, monkeypatch):
     inject(monkeypatch, lambda model, before: True)
-    code, said = run()
+    code, said = run(output_dir="runs/Mine")
+    assert "offload_folder: runs/Mine/offload" in said
     assert code == 2 and "now weights are kept in main memory and, if that is full, on disk" in said
     assert "tuning_path: auto found no way to fit a single row here: device_map: auto" in said
 

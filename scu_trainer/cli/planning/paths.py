@@ -19,6 +19,7 @@ from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.hardware.recommend import ROUNDING, choices
 from scu_trainer.hardware.target import here
 from scu_trainer.run_files import format_bytes, read_json
+from scu_trainer.settings.base import as_typed
 from scu_trainer.train.run_directory.resume import latest_run
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
@@ -108,7 +109,7 @@ def _job_with(config: Optional[str], flags: Sequence[str], settings: Mapping[str
 
 
 def _described(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}: {str(value).lower()}" for name, value in settings.items()) or "as asked"
+    return ", ".join(f"{name}: {as_typed(value)}" for name, value in settings.items()) or "as asked"
 
 
 def _failed_before_first_step(error: Exception, job: Job) -> bool:
