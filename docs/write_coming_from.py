@@ -113,13 +113,13 @@ def example(name: str) -> str:
     rows += [
         ("", _code(field, value), "the default there") for field, value in found.defaults.items() if field not in own
     ]
-    return _tables().markdown((TOOLS[name].title, "here", ""), rows)
+    return _tables().markdown((TOOLS[name].TITLE, "here", ""), rows)
 
 
 def keys(name: str) -> str:
     """The table of the program's keys, as the import reads it."""
     rows = []
-    for key, meant in sorted(TOOLS[name].table.items()):
+    for key, meant in sorted(TOOLS[name].TABLE.items()):
         rows.append((f"`{key}`", *_meaning(name, key, meant)))
     return _tables().markdown(("key", "here", ""), rows)
 

@@ -82,7 +82,7 @@ def entries_by_our_names(config: str, names: Collection[str]) -> FileEntries:
 def _own_entries(entries: Mapping[str, Any], names: Collection[str], config: str) -> FileEntries:
     translated, read_as = translated_entries(entries, names)
     for tool in signs_of(entries, names):
-        title = TOOLS[tool].title
+        title = TOOLS[tool].TITLE
         command = f"scu-trainer import {shlex.quote(config)} --from {tool}"
         read_as.append(f"scu-trainer's defaults apply; for those of {title}: {command}")
     return FileEntries(translated, read_as)
@@ -94,10 +94,10 @@ def _imported_entries(tool: str, entries: Mapping[str, Any], names: Collection[s
     if imported.lost:
         lost = "; ".join(f"{key.name}: {key.meaning.said}" for key in imported.lost)
         raise SettingsError(
-            f"this is a file of {imported.tool.title}, and {len(imported.lost)} of its {len(imported.keys)} keys have "
+            f"this is a file of {imported.tool.TITLE}, and {len(imported.lost)} of its {len(imported.keys)} keys have "
             f"no counterpart ({lost}); remove them, or convert the rest: scu-trainer import {shlex.quote(config)}"
         )
-    read_as = [f"a file of {imported.tool.title}", *notes_of(imported.keys), *imported.differences]
+    read_as = [f"a file of {imported.tool.TITLE}", *notes_of(imported.keys), *imported.differences]
     return FileEntries(imported.settings, read_as, imported.defaults)
 
 

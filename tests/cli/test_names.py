@@ -24,7 +24,7 @@ OURS = field_names(settings_parser(TrainingArguments))
 
 def test_no_name_of_ours_is_taken_and_every_counterpart_is_there():
     assert not OURS & NAMES.keys()
-    for table in (ALL_KEYS, *(tool.table for tool in TOOLS.values())):
+    for table in (ALL_KEYS, *(tool.TABLE for tool in TOOLS.values())):
         for meant in table.values():
             if isinstance(meant, Switch):
                 assert {*meant.means, *meant.otherwise} <= OURS, meant

@@ -261,8 +261,8 @@ def test_a_file_of_another_program_trains_as_it_is_where_nothing_is_lost(here):
 def test_signs_are_of_one_program_alone():
     known = known_names()
     for name, tool in TOOLS.items():
-        others = [other.table.keys() | {*other.signs} for key, other in TOOLS.items() if key != name]
-        shared = {sign for sign in tool.signs if any(sign in keys for keys in others)} | ({*tool.signs} & known)
+        others = [other.TABLE.keys() | {*other.SIGNS} for key, other in TOOLS.items() if key != name]
+        shared = {sign for sign in tool.SIGNS if any(sign in keys for keys in others)} | ({*tool.SIGNS} & known)
         assert not shared, (name, shared)
 
 

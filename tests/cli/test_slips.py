@@ -64,7 +64,7 @@ def test_files_of_other_programs_stay_theirs():
 
 def test_names_that_others_have_are_ours():
     assert COMMON <= own_names()
-    assert {"max_seq_length", "dataset_name"} <= NAMES.keys() & {sign for tool in TOOLS.values() for sign in tool.signs}
+    assert {"max_seq_length", "dataset_name"} <= NAMES.keys() & {sign for tool in TOOLS.values() for sign in tool.SIGNS}
 
 
 def test_one_name_of_another_program_is_renamed_alone(tmp_path):

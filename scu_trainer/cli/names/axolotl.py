@@ -36,6 +36,7 @@ from scu_trainer.cli.names.trl import WITH_LOOPS
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.data import CHAT_TEMPLATES
 
+TITLE, SECTIONS = "Axolotl", ()
 ATTENTION = {
     "flex_attention": "flex_attention",
     "flash_attention": "flash_attention_2",

@@ -69,5 +69,5 @@ def read_other(path: Path, tool: Optional[str], flags: Sequence[str] = ()) -> tu
 
 
 def _tool_titles() -> str:
-    titles = [tool.title for tool in TOOLS.values()]
+    titles = [tool.TITLE for tool in TOOLS.values()]
     return f"{', '.join(titles[:-1])} or {titles[-1]}"

@@ -34,6 +34,7 @@ from scu_trainer.cli.names.meaning import (
 from scu_trainer.cli.names.trl import WITH_LOOPS
 from scu_trainer.errors import SettingsError, did_you_mean
 
+TITLE, SECTIONS = "LLaMA-Factory", ()
 INFO = "dataset_info.json"
 PAIRS = ("dpo", "kto", "rm", "ppo")
 FIXED_COLUMNS = ("history", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")

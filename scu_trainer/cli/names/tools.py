@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Optional, Union
 
 from scu_trainer.cli.names import axolotl, llama_factory, trl, unsloth
@@ -14,30 +15,12 @@ from scu_trainer.cli.names.meaning import FALSE, TRUE, Meaning, Source, Table, r
 from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.settings.base import as_typed
 
+TOOLS = {"trl": trl, "llama-factory": llama_factory, "axolotl": axolotl, "unsloth": unsloth}
+"""The module of each other program. ``TITLE``: its name. ``TABLE``: what its keys mean here. ``SIGNS``: keys that only
+this program has. ``SECTIONS``: keys that only group other keys. ``defaults(source)``: its values for keys that are not
+given. ``differences(source)``: sentences about what no key controls."""
 
-@dataclass(frozen=True)
-class Tool:
-    """Another program. ``signs``: keys that only this program has. ``defaults``: its values for keys that are not
-    given. ``differences``: sentences about what no key controls. ``sections``: keys that only group other keys."""
-
-    title: str
-    table: Table
-    signs: Collection[str]
-    defaults: Callable[[Source], Iterable[tuple[str, Any]]]
-    differences: Callable[[Source], Iterable[str]]
-    sections: Collection[str] = ()
-
-
-TOOLS = {
-    "trl": Tool("TRL", trl.TABLE, trl.SIGNS, trl.defaults, trl.differences),
-    "llama-factory": Tool(
-        "LLaMA-Factory", llama_factory.TABLE, llama_factory.SIGNS, llama_factory.defaults, llama_factory.differences
-    ),
-    "axolotl": Tool("Axolotl", axolotl.TABLE, axolotl.SIGNS, axolotl.defaults, axolotl.differences),
-    "unsloth": Tool("Unsloth", unsloth.TABLE, unsloth.SIGNS, unsloth.defaults, unsloth.differences, unsloth.SECTIONS),
-}
-
-ALL_KEYS: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.table.items()}, **NAMES}
+ALL_KEYS: Table = {**{key: meant for tool in TOOLS.values() for key, meant in tool.TABLE.items()}, **NAMES}
 """Keys that are understood as flags and in our own files. Where programs differ, ``NAMES`` decides."""
 
 
@@ -75,7 +58,7 @@ class Imported:
     """A configuration of another program. ``defaults``: settings that follow from the defaults of that program.
     ``differences``: sentences about what no key controls."""
 
-    tool: Tool
+    tool: ModuleType
     keys: list[Key] = field(default_factory=list)
     defaults: dict[str, Any] = field(default_factory=dict)
     differences: list[str] = field(default_factory=list)
@@ -107,21 +90,21 @@ def signs_of(entries: Mapping[str, Any], known: Collection[str]) -> dict[str, li
     """Return the keys that only one program has, by program; a section only if it is a mapping (not ``lora: true``)."""
     signs_by_tool: dict[str, list[str]] = {}
     for name, tool in TOOLS.items():
-        signs = sorted(tool.signs & entries.keys() - {*known})
-        signs = [sign for sign in signs if sign not in tool.sections or isinstance(entries[sign], Mapping)]
+        signs = sorted(tool.SIGNS & entries.keys() - {*known})
+        signs = [sign for sign in signs if sign not in tool.SECTIONS or isinstance(entries[sign], Mapping)]
         if signs:
             signs_by_tool[name] = signs
     return signs_by_tool
 
 
-def _belongs_to(tool: Tool, signs: Collection[str], entries: Mapping[str, Any]) -> bool:
+def _belongs_to(tool: ModuleType, signs: Collection[str], entries: Mapping[str, Any]) -> bool:
     """Whether a file with these signs is for ``tool``. A section decides. Signs that are widely used, such as
     ``max_seq_length``, are weak. Strong signs must outnumber the names that only we have; weak signs count only if
     there are several and no such name."""
-    if any(sign in tool.sections for sign in signs):
+    if any(sign in tool.SECTIONS for sign in signs):
         return True
     strong = [sign for sign in signs if sign not in NAMES]
-    ours = (own_names() & entries.keys()) - COMMON - tool.table.keys()
+    ours = (own_names() & entries.keys()) - COMMON - tool.TABLE.keys()
     if strong:
         return len(strong) > len(ours)
     return len(signs) > 1 and not (ours | (OURS_BESIDE_WEAK_SIGNS & entries.keys()))
@@ -131,7 +114,7 @@ def _tool_with_most_signs(signs_by_tool: Mapping[str, list[str]]) -> Optional[st
     highest = max(map(len, signs_by_tool.values()), default=0)
     best = [name for name, signs in signs_by_tool.items() if len(signs) == highest]
     if len(best) > 1:
-        listed = "; ".join(f"{', '.join(signs_by_tool[name])} of {TOOLS[name].title}" for name in best)
+        listed = "; ".join(f"{', '.join(signs_by_tool[name])} of {TOOLS[name].TITLE}" for name in best)
         raise SettingsError(
             f"its keys belong to several programs ({listed}); choose one with --from {' or '.join(best)} of "
             "scu-trainer import"
@@ -145,10 +128,10 @@ def import_configuration(
     """Return what every key of a file means here. ``typed``: fields set by flags, which override the file. Raises
     SettingsError for a kind of training that we do not have."""
     tool = TOOLS[name]
-    flat = _flattened(entries, tool.sections)
+    flat = _flattened(entries, tool.SECTIONS)
     source = Source({key: value for key, value in flat.items() if key not in typed}, folder)
     keys = [Key(key, value, Meaning(said="overridden by a flag")) for key, value in flat.items() if key in typed]
-    keys += keys_of(source, {**NAMES, **tool.table}, known, typed)
+    keys += keys_of(source, {**NAMES, **tool.TABLE}, known, typed)
     given = merged_settings(keys)
     defaults = {field: value for field, value in tool.defaults(source) if field not in given}
     return Imported(tool, keys, defaults, list(tool.differences(source)))

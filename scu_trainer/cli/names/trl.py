@@ -9,6 +9,7 @@ from scu_trainer.cli.names.common import FILLED, PADDED, adapts, checkpointing, 
 from scu_trainer.cli.names.meaning import Alias, Meaning, NoAction, Source, Table, boolean, is_on, quantized
 from scu_trainer.errors import SettingsError
 
+TITLE, SECTIONS = "TRL", ()
 OTHER_TRAINERS = (
     "beta",
     "loss_weights",

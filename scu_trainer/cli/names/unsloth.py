@@ -20,6 +20,7 @@ from scu_trainer.cli.names.meaning import (
 )
 from scu_trainer.errors import SettingsError
 
+TITLE = "Unsloth"
 SECTIONS = ("data", "training", "lora", "logging", "inference")
 GGUF = "scu-trainer export RUN --to gguf writes it, and reads it back to check it"
 

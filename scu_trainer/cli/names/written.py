@@ -19,7 +19,7 @@ def as_yaml(converted: Imported, overrides: Mapping[str, Any], path: Path) -> st
 
 
 def _lines(converted: Imported, overrides: Mapping[str, Any], path: Path) -> Iterator[str]:
-    title = converted.tool.title
+    title = converted.tool.TITLE
     yield f"# {path.name} of {title}, by scu-trainer import."
     keys_by_field = _keys_of_fields(converted)
     for name, value in {**overrides, **merged_settings(converted.keys)}.items():
@@ -85,14 +85,14 @@ def summary(converted: Imported, overrides: Mapping[str, Any], path: Path, outpu
     """Return the text for the terminal: how many keys are taken over, and which have no counterpart or differ here."""
     taken = [key for key in converted.keys if key.meaning.settings and not key.meaning.is_lost]
     lines = [
-        f"{path} of {converted.tool.title}: {len(converted.keys)} keys, {len(taken)} taken over, "
+        f"{path} of {converted.tool.TITLE}: {len(converted.keys)} keys, {len(taken)} taken over, "
         f"{len(_idle_keys(converted))} that need no action, {len(converted.lost)} without a counterpart",
         *(f"  without a counterpart: {_key_with_note(key)}" for key in converted.lost),
         *(f"  different here: {line}" for line in (*_differing(converted), *converted.differences)),
     ]
     if converted.defaults:
         lines.append(
-            f"  defaults of {converted.tool.title}: "
+            f"  defaults of {converted.tool.TITLE}: "
             f"{', '.join(name for name in converted.defaults if name not in overrides)}"
         )
     return "\n".join([*lines, f"written: {output}", f"next: scu-trainer train --config {shlex.quote(str(output))}"])
