@@ -48,7 +48,7 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
         )
     require_packages("a report", "report", ("matplotlib",), loads=True)
     wanted = subjects.find_subjects(options.runs, options.root, waits=options.watch is not None)
-    folder = options.output or (wanted.folders[0] / "report" if len(wanted.folders) == 1 else Path("report"))
+    folder = options.output or (wanted.runs[0].path / "report" if len(wanted.runs) == 1 else Path("report"))
     if options.watch is not None:
         return _watch(wanted, folder, options.watch, sleep)
     subjects.require_begun(wanted, folder)
@@ -155,9 +155,9 @@ def _print_summary(folder: Path, notes: Sequence[str]) -> None:
 def _watch(wanted: subjects.ReportSubjects, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
     """Rewrite the page until all runs have ended or Ctrl-C is pressed, then write the final page."""
     print(f"watching every {every_s:g} s until all runs have ended, Ctrl-C ends it: {folder / PAGE}", flush=True)
-    for run in wanted.folders:
-        if not run.exists():
-            print(f"{run} does not exist yet: waiting for it", flush=True)
+    for run in wanted.runs:
+        if not run.path.exists():
+            print(f"{run.path} does not exist yet: waiting for it", flush=True)
     try:
         while not wanted.may_write(folder) or wanted.is_alive():
             if wanted.may_write(folder):

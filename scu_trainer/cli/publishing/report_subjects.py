@@ -24,32 +24,31 @@ QUIET_S = 60.0
 
 @dataclass(frozen=True)
 class ReportSubjects:
-    """What a report is about. ``folders``: of the runs, or of one comparison. ``names``: their names in the report."""
+    """What a report is about: ``runs``, with their names in the report, or the folder of one comparison."""
 
-    folders: tuple[Path, ...]
-    names: tuple[str, ...]
+    runs: tuple[Run, ...]
 
     @property
     def is_comparison(self) -> bool:
         """Whether this is a comparison. Checked each time, because the report may be waiting for it to start."""
-        return is_comparison(self.folders[0])
+        return is_comparison(self.runs[0].path)
 
     def read(self) -> list[RunFiles] | Comparison:
         if self.is_comparison:
-            return read_comparison(self.folders[0])
-        return [_read(folder, name) for folder, name in zip(self.folders, self.names, strict=True)]
+            return read_comparison(self.runs[0].path)
+        return [read_run(run.path, run.name, *_state(run)) for run in self.runs]
 
     def is_alive(self) -> bool:
         """Whether a run is still running or expected."""
         if self.is_comparison:
-            return _is_under_way(read_comparison(self.folders[0]))
-        return any(_state(folder, name)[2] for folder, name in zip(self.folders, self.names, strict=True))
+            return _is_under_way(read_comparison(self.runs[0].path))
+        return any(_state(run)[2] for run in self.runs)
 
     def may_write(self, folder: Path) -> bool:
         """Whether a report may be written to ``folder``. It must not be inside a run that has not started, because
         training needs that folder to be empty."""
         place = folder.resolve()
-        inside = [run for run in self.folders if run.resolve() in (place, *place.parents)]
+        inside = [run.path for run in self.runs if run.path.resolve() in (place, *place.parents)]
         return self.is_comparison or all(has_begun(run) for run in inside)
 
 
@@ -60,7 +59,7 @@ def find_subjects(words: Sequence[str], root: Path, waits: bool) -> ReportSubjec
     if any(is_comparison(folder) for folder in folders):
         if len(folders) > 1:
             raise SettingsError("a comparison cannot be combined with others: give only its folder, or only runs")
-        return ReportSubjects(tuple(folders), (folders[0].name,))
+        return ReportSubjects((Run(folders[0], folders[0].name),))
     for folder, word in zip(folders, words, strict=True):
         if not is_run(folder) and not (waits and _may_become_run(folder)):
             raise SettingsError(_not_a_run_message(folder, word, root))
@@ -68,7 +67,7 @@ def find_subjects(words: Sequence[str], root: Path, waits: bool) -> ReportSubjec
     repeated = next((word for word, path in zip(words, absolute, strict=True) if absolute.count(path) > 1), None)
     if repeated is not None:
         raise SettingsError(f"{repeated} is given twice; give each run once")
-    return ReportSubjects(tuple(folders), tuple(_distinct_names(absolute)))
+    return ReportSubjects(tuple(map(Run, folders, _distinct_names(absolute))))
 
 
 def require_begun(wanted: ReportSubjects, folder: Path) -> None:
@@ -117,24 +116,19 @@ def _joined_names(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
-def _read(folder: Path, name: str) -> RunFiles:
-    state, detail, is_alive = _state(folder, name)
-    return read_run(folder, name, state, detail, is_alive)
-
-
 def _is_under_way(comparison: Comparison) -> bool:
     """Whether a comparison has unfinished runs and is still being worked on."""
     if not comparison.is_alive:
         return False
     is_recent = time.time() - (comparison.folder / COMPARISON_FILE).stat().st_mtime < QUIET_S
-    return is_recent or any(_state(run.folder, run.name)[2] for run in comparison.runs.values())
+    return is_recent or any(_state(Run(run.folder, run.name))[2] for run in comparison.runs.values())
 
 
-def _state(folder: Path, name: str) -> tuple[str, str, bool]:
+def _state(run: Run) -> tuple[str, str, bool]:
     """Return (state, its description, whether something is still to come)."""
-    if not is_run(folder):
+    if not is_run(run.path):
         return "not there yet", "its folder does not exist yet", True
-    if not (folder / STATUS_FILE).is_file() and not (folder / "background").is_dir():
+    if not (run.path / STATUS_FILE).is_file() and not run.folder.is_dir():
         return "unknown", "without run.json, which your own script does not write, its end is unknown", False
-    state = report(Run(folder, name), Machine()).state
+    state = report(run, Machine()).state
     return state.status, state.detail, state.is_alive
