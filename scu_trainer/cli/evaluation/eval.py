@@ -167,7 +167,7 @@ def evaluation_request(
     owner = next((subject for subject in subjects if subject.run), subjects[0])
     task = task_of(options.task or owner.task)
     _require_task(task, subjects, typed_data, options, harness_options)
-    refuse_windows(options, task.name, typed_data)
+    _refuse_windows(options, task.name, typed_data)
     precision = (owner.mixed_precision or "no") if options.mixed_precision == "auto" else options.mixed_precision
     request = EvaluationRequest(task, None, owner, options.seed, precision, options.batch_tokens or BATCH_TOKENS)
     if owner.run or typed_data or not harness_options.names:
@@ -256,7 +256,12 @@ def _windows_for(
     known = [] if is_block_size_given else [positions for positions in limits.values() if positions is not None]
     max_length = options.max_length or min([settings.block_size, *known])
     stride = options.stride or max_length
-    _require_positions(max_length, limits)
+    for name, positions in limits.items():
+        require(
+            positions is None or max_length <= positions,
+            f"windows of {max_length} tokens exceed the {positions} positions of {name}; use --max_length {positions} "
+            "or less",
+        )
     require(
         stride <= max_length,
         f"stride {stride} exceeds max_length {max_length}, so tokens would be left out; use --stride {max_length} or "
@@ -265,17 +270,7 @@ def _windows_for(
     return Windows(max_length, stride)
 
 
-def _require_positions(max_length: int, limits: dict[str, Optional[int]]) -> None:
-    """Raise SettingsError if a model has fewer positions than ``max_length``. ``limits``: positions by model name."""
-    for name, positions in limits.items():
-        require(
-            positions is None or max_length <= positions,
-            f"windows of {max_length} tokens exceed the {positions} positions of {name}; use --max_length {positions} "
-            "or less",
-        )
-
-
-def refuse_windows(options: EvalOptions, task_name: str, typed_data: dict[str, Any]) -> None:
+def _refuse_windows(options: EvalOptions, task_name: str, typed_data: dict[str, Any]) -> None:
     """Raise SettingsError if the options for windows have no effect, or if the length is given twice."""
     given = [name for name in ("max_length", "stride") if getattr(options, name) is not None]
     if given and task_name != TEXT:
