@@ -173,4 +173,4 @@ def test_the_page_stands_alone(look, tmp_path, width, scheme):
 
 
 def test_large_numbers_of_tokens_are_shown_as_counts():
-    assert Outlier(0, "tokens", 71.0, 1110.0, 5.0).values == "71, median 1,110"
+    assert Outlier(0, "tokens", 71.0, 1110.0).values == "71, median 1,110"

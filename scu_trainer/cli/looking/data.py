@@ -102,7 +102,7 @@ def _print_source(
     console: Console, options: argparse.Namespace, model: ModelSettings, data: DataSettings, limit: Optional[int]
 ) -> DataReport:
     from scu_trainer.cli.looking import screen
-    from scu_trainer.cli.looking.facts import text_spans
+    from scu_trainer.cli.looking.facts import DataReport, facts_of, text_spans
     from scu_trainer.data.statistics import DataStatistics
     from scu_trainer.data.store import default_cache_dir
     from scu_trainer.data.text.documents import usable_documents
@@ -115,21 +115,15 @@ def _print_source(
     wanted = min((number for number in (limit, data.dataset_size) if number is not None), default=None)
     documents: list[Document] = []
     shown = []
-    console.print(f"{plan.source.name} ({screen.legend(console)})", soft_wrap=True, style="bold")
+    name = plan.source.name
+    console.print(f"{name} ({screen.legend(console)})", soft_wrap=True, style="bold")
     for document in usable_documents(plan.source, plan.encoder, wanted, 1, statistics):
         documents.append(document)
         if len(shown) < options.rows:
             shown.append((document, text_spans(tokenizer, document)))
             screen.print_row(console, *shown[-1])
     if not documents:
-        raise DataError(f"{plan.source.name} has no document to learn from; dropped: {statistics.describe_dropped()}")
-    return _print_statistics(console, plan.source.name, tokenizer, data, statistics, documents, shown, wanted)
-
-
-def _print_statistics(console, name, tokenizer, data, statistics, documents, shown, wanted) -> DataReport:
-    from scu_trainer.cli.looking import screen
-    from scu_trainer.cli.looking.facts import DataReport, facts_of
-
+        raise DataError(f"{name} has no document to learn from; dropped: {statistics.describe_dropped()}")
     is_part = wanted is not None and len(documents) == wanted
     article = "the first" if is_part else "all" if len(documents) > 1 else "the"
     sample = f"{article} {count_text(len(documents), 'document')} of {name}"

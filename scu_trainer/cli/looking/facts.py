@@ -26,14 +26,13 @@ MOST_TOKENS = 600
 
 
 class Outlier(NamedTuple):
-    """A strange document, by its number in the sample. ``measure``: what is strange about it, with its ``value``, the
-    ``median`` of all documents, and their distance in robust standard deviations."""
+    """A strange document, by its number in the sample. ``measure``: what is strange about it, with its ``value`` and
+    the ``median`` of all documents."""
 
     number: int
     measure: str
     value: float
     median: float
-    deviations: float
 
     @property
     def values(self) -> str:
@@ -107,13 +106,7 @@ def _strange_documents(lengths: numpy.ndarray, learned: numpy.ndarray, texts: Se
     far = [number for number in range(len(values)) if deviations[number, worst[number]] >= OUTLIER_DEVIATIONS]
     far.sort(key=lambda number: -deviations[number, worst[number]])
     return [
-        Outlier(
-            number,
-            MEASURES[worst[number]],
-            float(values[number, worst[number]]),
-            float(medians[worst[number]]),
-            float(deviations[number, worst[number]]),
-        )
+        Outlier(number, MEASURES[worst[number]], float(values[number, worst[number]]), float(medians[worst[number]]))
         for number in far[:MOST_SHOWN]
     ]
 

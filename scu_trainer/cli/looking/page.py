@@ -31,7 +31,7 @@ def data_page(report: DataReport, written: str) -> str:
 
 def _rows(shown: Sequence[tuple[Document, Sequence[TextSpan]]]) -> list[MarkedText | Text]:
     rows = [
-        MarkedText(f"{document.name}: {count_text(len(document.input_ids), 'token')}", [tuple(part) for part in parts])
+        MarkedText(f"{document.name}: {count_text(len(document.input_ids), 'token')}", parts)
         for document, parts in shown
     ]
     return [Text("Marked text is learned; the rest is only read."), *rows]
