@@ -382,11 +382,16 @@ def _changed_from(parser: HfArgumentParser, typed: Any) -> dict[str, Any]:
     """Return the default of each field that file or flags changed. Secrets are redacted."""
     given = {name: value for name, value in vars(typed).items() if value is not None}
     changed = {name: parser.get_default(name) for name, value in given.items() if value != parser.get_default(name)}
-    return redact_data(json.loads(json.dumps(changed, default=str)))
+    return redact_data(json_values(changed))
+
+
+def json_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON holds them, in which a value that is not of JSON is a text."""
+    return json.loads(json.dumps(settings, default=str))
 
 
 def as_yaml(job: Job) -> str:
     """Return the resolved configuration as YAML; reading it back gives the same configuration."""
-    content = json.loads(json.dumps(redact_data(job.as_dict()), default=str))
+    content = json_values(redact_data(job.as_dict()))
     content["report_to"] = content["report_to"] or "none"  # an empty list in a file means the default
     return yaml.safe_dump({key: value for key, value in content.items() if value is not None}, sort_keys=False)

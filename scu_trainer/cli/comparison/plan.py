@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.cli.configuration import as_yaml, read_job, read_values
+from scu_trainer.cli.configuration import as_yaml, json_values, read_job, read_values
 from scu_trainer.cli.main import preserved_environment
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
@@ -127,18 +126,14 @@ def resolved_settings(config: Optional[str], words: Sequence[str]) -> tuple[dict
         job = read_job(config, words)
         job.task = replace(job.task, seeds=None)  # each run has one seed
         job.check()
-        settings, text = _json_values(job.as_dict()), as_yaml(job)
+        settings, text = json_values(job.as_dict()), as_yaml(job)
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
             file.write(text)
             file.flush()
-            mismatches = differences(settings, _json_values(read_job(file.name, []).as_dict()))
+            mismatches = differences(settings, json_values(read_job(file.name, []).as_dict()))
     if mismatches:
         raise SettingsError(f"a configuration file cannot hold these settings unchanged: {'; '.join(mismatches)}")
     return settings, text
-
-
-def _json_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(settings, default=str))
 
 
 def with_threads_and_devices(plan: ComparisonPlan, jobs: Optional[int]) -> tuple[ComparisonPlan, list[str]]:
