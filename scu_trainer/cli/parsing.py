@@ -16,7 +16,7 @@ class Parser(argparse.ArgumentParser):
     """A parser without abbreviations, which raises SettingsError instead of printing its usage and exiting."""
 
     def __init__(self, **options) -> None:
-        super().__init__(**{"allow_abbrev": False, **options})
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args, namespace=None):
         """Parse ``args``, in which options may have hyphens instead of underscores."""

@@ -72,12 +72,6 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     if options.table is not None:
         return _show_table(options.table, argv, console)
     check_words(options, flags)
-    return _run_comparison(options, flags, argv, console, hands or comparison.Hands())
-
-
-def _run_comparison(
-    options: argparse.Namespace, flags: Sequence[str], argv: Sequence[str], console: Any, hands: Any
-) -> int:
     with run_log():  # for messages of libraries while the settings are read
         arms = arms_of(options, flags)
         reference = reference_of(options.reference, arms)
@@ -90,6 +84,7 @@ def _run_comparison(
     plan, devices = with_threads_and_devices(plan, options.jobs)
     if options.dry_run:
         return _dry_run(plan, devices, console)
+    hands = hands or comparison.Hands()
     return ComparisonSession(plan, reference, devices, console, hands, options.confidence, options.retry_failed).run()
 
 

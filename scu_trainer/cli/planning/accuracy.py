@@ -12,9 +12,8 @@ from scu_trainer.cli.main import figures_table
 from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import count_text
+from scu_trainer.report.files import METRICS_FILE
 from scu_trainer.run_files import format_bytes, read_json
-
-METRICS = "scu_metrics.json"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def accuracy(folder: Path, as_json: bool) -> int:
     """Print how accurate the predictions of the runs in ``folder`` were. Raises StorageError if it is not a folder."""
     if not folder.is_dir():
         raise StorageError(f"{folder} is not a folder; give the one that holds the runs")
-    metrics = sorted(folder.glob(f"**/{METRICS}"))  # at any depth, for runs of seeds, sweeps and comparisons
+    metrics = sorted(folder.glob(f"**/{METRICS_FILE}"))  # at any depth, for runs of seeds, sweeps and comparisons
     comparisons = list(compared(metrics, folder))
     errors = [abs(item.error) for item in comparisons]
     summary = {"runs": len(comparisons), "without_both": len(metrics) - len(comparisons)}

@@ -117,7 +117,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
         "margin": MARGIN,
         # Memory control shrinks micro-batches until they fit; without it they keep their size.
         "fits": tried[0].fits and (job.memory.memory_control or tried[0].step == tried[0].whole),
-        "predicted": plan_screen.predicted(tried[0].as_asked, tried[0].whole),
+        "predicted": {**tried[0].as_asked.as_dict(), **plan_screen.micro_batch(tried[0].whole)},
         "not_counted": [text for text in (uncounted_state(tried[0].choice.optim), divided_by_zero3(job)) if text],
         "choices": [plan_screen.as_dict(planned, tried[0], target.device) for planned in tried],
         "recommended": None if best is None else settings_of(best, tried[0], job, target.device),

@@ -16,7 +16,6 @@ from scu_trainer.settings.base import as_typed
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from scu_trainer.hardware.estimate import MemoryEstimate
     from scu_trainer.train.memory_estimate.plan import Planned
     from scu_trainer.train.memory_estimate.shapes import Step
 
@@ -32,23 +31,19 @@ PART_NAMES = {
 }
 
 
-def predicted(estimate: MemoryEstimate, step: Step) -> dict[str, Any]:
-    return {**estimate.as_dict(), **_micro_batch(step)}
-
-
 def as_dict(planned: Planned, asked: Planned, device: str) -> dict[str, Any]:
     """Return a choice as JSON values. ``relative_time``: the time of a step relative to that of the requested job."""
     return {
         "settings": planned.choice.settings(asked.choice),
         "fits": planned.fits,
         "peak_bytes": planned.estimate.peak_bytes,
-        **_micro_batch(planned.step),
+        **micro_batch(planned.step),
         "relative_time": round(planned.choice.time(device) / asked.choice.time(device), 2),
         "changes": CHANGES[planned.choice.change(asked.choice)],
     }
 
 
-def _micro_batch(step: Step) -> dict[str, int]:
+def micro_batch(step: Step) -> dict[str, int]:
     return {"rows_per_chunk": step.rows, "tokens_per_row": step.length, "chunks_per_step": step.micro_batches}
 
 

@@ -171,15 +171,11 @@ def _require_exportable(subject: Subject, options: ExportOptions) -> None:
             f"for {' and '.join(CLASSES)}"
         )
     if options.format in GGUF:
-        _require_gguf(subject, options.converter)
+        if subject.task != TEXT:
+            raise ModelError(f"{subject.name} is of task: {subject.task}; GGUF holds language models. Try --to onnx")
+        gguf.require_gguf(_architecture(subject), options.converter)
     elif options.format == "onnx":
         require_packages("ONNX", "onnx", ("onnx", "onnxscript", "onnxruntime"))
-
-
-def _require_gguf(subject: Subject, converter: Optional[Path]) -> None:
-    if subject.task != TEXT:
-        raise ModelError(f"{subject.name} is of task: {subject.task}; GGUF holds language models. Try --to onnx")
-    gguf.require_gguf(_architecture(subject), converter)
 
 
 def _architecture(subject: Subject) -> str:

@@ -58,7 +58,7 @@ def subject_from_options(name: str, options: argparse.Namespace, base_of: Option
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
     if name == "base" and base_of is None:
         raise ModelError("base is a keyword of --against; give a path or a Hub id first (./base for a folder)")
-    resolved = base_subject(base_of) if name == "base" and base_of is not None else subject_of(name)
+    resolved = base_subject(base_of) if name == "base" else subject_of(name)
     if resolved.task != TEXT:
         raise ModelError(f"{resolved.name} has task {resolved.task}: it writes no text; only {TEXT} can answer")
     return resolved.with_consent(options, dtype=resolved.model.dtype if options.dtype == "auto" else options.dtype)
