@@ -76,7 +76,8 @@ class CardShape:
 
     def _packed(self, model: LlamaForCausalLM) -> LlamaForCausalLM:
         """Quantize the weights to 4 bits, by loading them from a folder, and prepare them as our commands do."""
-        packing = quantization_config(ModelSettings(tuning="qlora"), meta_model(self.config()), torch.bfloat16)
+        settings = ModelSettings(tuning="qlora", mixed_precision="bf16")
+        packing = quantization_config(settings, meta_model(self.config()), torch.device(self.device))
         packed = LlamaForCausalLM.from_pretrained(
             None,
             config=self.config(),

@@ -63,13 +63,13 @@ def compute_dtype_of(settings: ModelSettings, device: torch.device) -> torch.dty
 
 
 def quantization_config(
-    settings: ModelSettings, skeleton: PreTrainedModel, compute_dtype: torch.dtype
+    settings: ModelSettings, skeleton: PreTrainedModel, device: torch.device
 ) -> Optional[BitsAndBytesConfig]:
     """Return the value for ``from_pretrained(quantization_config=...)``; None if the files are already quantized so.
 
     Args:
         skeleton: the model without weights, see ``meta_model``.
-        compute_dtype: the dtype in which 4-bit layers compute; 8-bit layers use the dtype of their input.
+        device: decides the dtype in which 4-bit layers compute; 8-bit layers use the dtype of their input.
 
     Raises ModelError for a model that is quantized in another way, or has nothing to quantize.
     """
@@ -92,7 +92,7 @@ def quantization_config(
         llm_int8_skip_modules=kept,
         bnb_4bit_quant_type=settings.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=settings.bnb_4bit_use_double_quant,
-        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_compute_dtype=compute_dtype_of(settings, device),
     )
 
 

@@ -325,7 +325,7 @@ def test_a_device_that_is_neither_cuda_nor_cpu():
 def test_nothing_to_quantize():
     skeleton = meta_model(tiny.llama(hidden=8, head_dim=2).config)
     with pytest.raises(ModelError, match=r"would quantize nothing in LlamaForCausalLM.*; use tuning: lora or full"):
-        quantization_config(qlora(), skeleton, torch.float32)
+        quantization_config(qlora(), skeleton, CPU)
 
 
 @pytest.mark.parametrize(

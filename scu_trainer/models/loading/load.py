@@ -43,7 +43,6 @@ from scu_trainer.models.loading.safety import (
 )
 from scu_trainer.models.quantize import (
     cast_bfloat16_weights,
-    compute_dtype_of,
     meta_model,
     mismatched_packed_weights,
     prepare_quantized,
@@ -239,8 +238,7 @@ def _packing_config(
     """Return how to pack weights into 4 or 8 bits while loading; None without qlora, or if the files are packed."""
     if settings.tuning != "qlora":
         return None
-    skeleton = meta_model(config, settings.trust_remote_code)
-    return quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+    return quantization_config(settings, meta_model(config, settings.trust_remote_code), device)
 
 
 def classes_of(config: PretrainedConfig) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from scu_trainer.models.loading.dispatch import FreeMemory, Placement, place
 from scu_trainer.models.loading.load import class_fields, classes_of, prepare_for_evaluation, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, check_source, is_adapter
 from scu_trainer.models.loading.safety import require_safe_weights
-from scu_trainer.models.quantize import compute_dtype_of, prepare_quantized, quantization_config
+from scu_trainer.models.quantize import prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
 from scu_trainer.run_files import read_json
@@ -253,7 +253,7 @@ def _packing_config(
         return None
     with torch.device("meta"):
         skeleton = TridentForSensorClassification(config)
-    packing = quantization_config(settings, skeleton, compute_dtype_of(settings, device))
+    packing = quantization_config(settings, skeleton, device)
     if packing is not None and own.quantized_branches is not None:
         kept = [module for name, module in skeleton.parts().items() if name not in own.quantized_branches]
         whole = {id(inner) for part in kept for inner in part.modules()}
