@@ -312,7 +312,8 @@ def _scales(module: nn.Module) -> Iterator[torch.Tensor]:
 def quantized_line(model: PreTrainedModel) -> str:
     """Return a line with the weights in 4 or 8 bits, those in full precision by kind, and MiB now and in float32."""
     quantized, full = Counter(), Counter()
-    for parameter, module in _parameters_once(model):
+    for name, parameter in model.named_parameters():  # tied weights once
+        module = model.get_submodule(name.rpartition(".")[0])
         if parameter is module._parameters.get("weight") and stored_bits(module):
             quantized[stored_bits(module)] += weight_count_of(parameter)
         else:
@@ -323,16 +324,6 @@ def quantized_line(model: PreTrainedModel) -> str:
         f"quantized: {stored}; {full.total():,} unchanged ({kinds}); {stored_bytes(model) / 2**20:,.1f} MiB instead "
         f"of {4 * (quantized.total() + full.total()) / 2**20:,.1f} in float32"
     )
-
-
-def _parameters_once(model: nn.Module) -> Iterator[tuple[torch.Tensor, nn.Module]]:
-    """Yield each parameter once, with the first module that holds it, so tied weights count once."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield parameter, module
 
 
 def _kind(module: nn.Module) -> str:

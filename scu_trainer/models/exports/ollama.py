@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 MODELFILE = "Modelfile"
@@ -25,38 +24,30 @@ CONVERSATIONS = tuple(roles for turns in TURNS for roles in (turns, (SYSTEM, *tu
 
 SAMPLE_TEXTS = {SYSTEM: "Be brief.", USER: "How are you?\nWell?", ASSISTANT: "Fine: 1 < 2, thanks."}
 
-Border = tuple[str, str]
+Borders = dict[tuple[str, str], str]
+"""Texts between two messages, by the roles (before, after): START before the first, END after the last."""
 
 
-@dataclass(frozen=True)
-class Borders:
-    """``texts`` between two messages, by the roles (before, after): START before the first, END after the last."""
+def rendered_by(borders: Borders, messages: Sequence[dict[str, str]]) -> str:
+    """Render ``messages`` as the Modelfile's template does."""
+    before, result = START, ""
+    for message in messages:
+        result += borders.get((before, message["role"]), "\0") + message["content"]
+        before = message["role"]
+    return result + borders[before, END]
 
-    texts: dict[Border, str]
 
-    def rendered(self, messages: Sequence[dict[str, str]]) -> str:
-        """Render ``messages`` as the Modelfile's template does."""
-        before, result = START, ""
-        for message in messages:
-            result += self.texts.get((before, message["role"]), "\0") + message["content"]
-            before = message["role"]
-        return result + self.texts[before, END]
-
-    def in_go(self) -> str:
-        """Return the template in Go's language, in one line apart from line breaks in the texts."""
-        before = {role: self._before(role) for role in (SYSTEM, USER, ASSISTANT)}
-        cases = {
-            role: next(iter(texts.values())) if len({*texts.values()}) == 1 else _switch("$before", texts)
-            for role, texts in before.items()
-            if texts
-        }
-        return (
-            f'{{{{ $before := "" }}}}{{{{ range .Messages }}}}{_switch(".Role", cases)}{{{{ .Content }}}}'
-            f"{{{{ $before = .Role }}}}{{{{ end }}}}{self.texts[USER, END]}"
-        )
-
-    def _before(self, role: str) -> dict[str, str]:
-        return {before: text for (before, after), text in self.texts.items() if after == role}
+def in_go(borders: Borders) -> str:
+    """Return the template in Go's language, in one line apart from line breaks in the texts."""
+    cases: dict[str, str] = {}
+    for role in (SYSTEM, USER, ASSISTANT):
+        texts = {before: text for (before, after), text in borders.items() if after == role}
+        if texts:
+            cases[role] = next(iter(texts.values())) if len({*texts.values()}) == 1 else _switch("$before", texts)
+    return (
+        f'{{{{ $before := "" }}}}{{{{ range .Messages }}}}{_switch(".Role", cases)}{{{{ .Content }}}}'
+        f"{{{{ $before = .Role }}}}{{{{ end }}}}{borders[USER, END]}"
+    )
 
 
 def _switch(name: str, texts: Mapping[str, str]) -> str:
@@ -70,14 +61,13 @@ def borders_of(tokenizer: Any) -> Optional[Borders]:
     depends on more than the roles or cannot be written in Go."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    texts: dict[Border, str] = {}
+    borders: Borders = {}
     for roles in CONVERSATIONS:
-        _collect_borders(tokenizer, roles, texts)
-    borders = Borders(texts)
+        _collect_borders(tokenizer, roles, borders)
     conversations = [_messages(roles, [SAMPLE_TEXTS[role] for role in roles]) for roles in CONVERSATIONS]
-    is_same = all(_rendered(tokenizer, messages) in (None, borders.rendered(messages)) for messages in conversations)
-    is_writable = not any(sign in text for text in texts.values() for sign in ("{{", "}}", '"""'))
-    return borders if is_same and (USER, END) in texts and is_writable else None
+    is_same = all(_rendered(tokenizer, turns) in (None, rendered_by(borders, turns)) for turns in conversations)
+    is_writable = not any(sign in text for text in borders.values() for sign in ("{{", "}}", '"""'))
+    return borders if is_same and (USER, END) in borders and is_writable else None
 
 
 def template_of(tokenizer: Any, answers_plain_text: bool = False) -> tuple[Optional[str], str]:
@@ -91,11 +81,11 @@ def template_of(tokenizer: Any, answers_plain_text: bool = False) -> tuple[Optio
     if borders is None:
         reason = "the chat template depends on more than the roles, and cannot be written in Ollama's language"
         return None, f"Modelfile: {reason}; Ollama uses its own template if it knows this one"
-    return borders.in_go(), "Modelfile: the chat template's text between messages, compared on six conversations"
+    return in_go(borders), "Modelfile: the chat template's text between messages, compared on six conversations"
 
 
-def _collect_borders(tokenizer: Any, roles: Sequence[str], texts: dict[Border, str]) -> None:
-    """Add the texts between the messages of one conversation to ``texts``, without replacing any."""
+def _collect_borders(tokenizer: Any, roles: Sequence[str], borders: Borders) -> None:
+    """Add the texts between the messages of one conversation to ``borders``, without replacing any."""
     contents = [f"\u2301{n}\u2301" for n in range(len(roles))]
     text = _rendered(tokenizer, _messages(roles, contents))
     if text is None or any(text.count(content) != 1 for content in contents):
@@ -103,9 +93,9 @@ def _collect_borders(tokenizer: Any, roles: Sequence[str], texts: dict[Border, s
     before = START
     for role, content in zip(roles, contents, strict=True):
         border, _, text = text.partition(content)
-        texts.setdefault((before, role), border)
+        borders.setdefault((before, role), border)
         before = role
-    texts.setdefault((before, END), text)
+    borders.setdefault((before, END), text)
 
 
 def _messages(roles: Sequence[str], contents: Sequence[str]) -> list[dict[str, str]]:

@@ -25,7 +25,8 @@ from scu_trainer.settings import MemorySettings, ModelSettings
 from scu_trainer.settings.base import require
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, TrainingArguments
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 Device = Union[int, str]
 """The number of a GPU, "cpu" for main memory, or "disk"."""
@@ -189,7 +190,7 @@ def _skeleton(settings: ModelSettings, quantization_config: Any, auto: Any) -> t
 
     remote = {"trust_remote_code": settings.trust_remote_code}
     config = AutoConfig.from_pretrained(settings.model_name_or_path, revision=settings.model_revision, **remote)
-    model = meta_model(config, **remote, auto=auto, dtype=_weight_dtype(settings, config))
+    model = meta_model(config, **remote, auto=auto, dtype=loaded_dtype(settings, config))
     if quantization_config is None:
         return model, None
     quantizer = AutoHfQuantizer.from_config(quantization_config, pre_quantized=False)
@@ -197,12 +198,23 @@ def _skeleton(settings: ModelSettings, quantization_config: Any, auto: Any) -> t
     return model, quantizer
 
 
-def _weight_dtype(settings: ModelSettings, config: Any):
+def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
+    """Return the dtype in which weights are loaded: ``dtype`` if set, else float32 for full tuning, else "auto". Full
+    tuning defaults to float32 because small updates of AdamW are rounded away in bfloat16."""
     import torch
 
     if settings.dtype != "auto":
         return getattr(torch, settings.dtype)
-    return torch.float32 if settings.tuning == "full" or config.dtype is None else config.dtype
+    return torch.float32 if settings.tuning == "full" else "auto"
+
+
+def loaded_dtype(settings: ModelSettings, config: PretrainedConfig) -> torch.dtype:
+    """Return the dtype that the weights have once they are loaded: ``loading_dtype``, where "auto" is that of the
+    files."""
+    import torch
+
+    dtype = loading_dtype(settings)
+    return dtype if isinstance(dtype, torch.dtype) else config.dtype or torch.float32
 
 
 @dataclass(frozen=True)

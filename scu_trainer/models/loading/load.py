@@ -21,7 +21,7 @@ from scu_trainer.models.loading.adapters import (
     save_only_new_rows,
 )
 from scu_trainer.models.loading.causal import require_causal
-from scu_trainer.models.loading.dispatch import FreeMemory, Placement, place
+from scu_trainer.models.loading.dispatch import FreeMemory, Placement, loading_dtype, place
 from scu_trainer.models.loading.mapped_files import release_mapped_files
 from scu_trainer.models.loading.names import (
     as_model_error,
@@ -186,16 +186,6 @@ def read_model(
     prevent_repacking(model)  # even without packing here, because its files may hold 4-bit weights
     mismatched = [*(entry[0] for entry in report["mismatched_keys"]), *mismatched_packed_weights(model)]
     return model, sorted({*report["missing_keys"], *mismatched})
-
-
-def loading_dtype(settings: ModelSettings) -> Union[str, torch.dtype]:
-    """Return the dtype in which weights are loaded: ``dtype`` if set, else float32 for full tuning, else "auto". Full
-    tuning defaults to float32 because small updates of AdamW are rounded away in bfloat16."""
-    import torch
-
-    if settings.dtype != "auto":
-        return getattr(torch, settings.dtype)
-    return torch.float32 if settings.tuning == "full" else "auto"
 
 
 def causal_config(settings: ModelSettings) -> PretrainedConfig:

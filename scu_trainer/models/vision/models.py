@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from scu_trainer.errors import ModelError
 from scu_trainer.figures import first_few
 from scu_trainer.models.asking import evaluating
-from scu_trainer.models.loading.load import class_fields, classes_of, loading_dtype, prepare_for_evaluation, read_model
+from scu_trainer.models.loading.dispatch import loading_dtype
+from scu_trainer.models.loading.load import class_fields, classes_of, prepare_for_evaluation, read_model
 from scu_trainer.models.loading.names import as_model_error, base_of, expanded_name, is_adapter
 from scu_trainer.models.loading.safety import require_safe_weights, warn_about_code
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs

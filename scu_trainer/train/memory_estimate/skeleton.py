@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.loading.adapters import adapter_config, freeze_unselected_weights
+from scu_trainer.models.loading.dispatch import loaded_dtype
 from scu_trainer.models.loading.names import as_model_error, is_adapter
 from scu_trainer.models.quantize import quantizable_layers, quantized_modules, stored_bits, weight_count_of
 from scu_trainer.settings import ModelSettings
@@ -108,7 +109,7 @@ def model_from_configuration(
         with as_model_error(name, "model"):
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),  # from_config writes the dtype into it
-                dtype=stored_dtype(config, settings),
+                dtype=loaded_dtype(settings, config),
                 trust_remote_code=settings.trust_remote_code,
                 attn_implementation=settings.attn_implementation,
             )
@@ -138,14 +139,6 @@ def _move_to_cpu(model: nn.Module) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             tensors.update({name: on_cpu(tensor) for name, tensor in tensors.items() if tensor is not None})
-
-
-def stored_dtype(config: PretrainedConfig, settings: ModelSettings) -> torch.dtype:
-    """Return the dtype in which ``models/loading/load.py`` loads the model: float32 for full tuning by default."""
-    if settings.dtype != "auto":
-        return getattr(torch, settings.dtype)
-    stored = getattr(config, "dtype", None)
-    return torch.float32 if settings.tuning == "full" or stored is None else stored
 
 
 def _replace_quantized_layers(model: nn.Module, settings: ModelSettings, compute_dtype: torch.dtype) -> None:

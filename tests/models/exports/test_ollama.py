@@ -45,11 +45,11 @@ def test_what_was_read_off_renders_as_the_template_does(tokenizer, template):
     messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
     messages = messages * 3 + messages[:1]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert borders.rendered(messages) == expected.removeprefix("<|bos|>")
+    assert ollama.rendered_by(borders, messages) == expected.removeprefix("<|bos|>")
     if template is not NO_SYSTEM:
         with_system = [{"role": "system", "content": "s"}, *messages]
         expected = tokenizer.apply_chat_template(with_system, add_generation_prompt=True, tokenize=False)
-        assert borders.rendered(with_system) == expected.removeprefix("<|bos|>")
+        assert ollama.rendered_by(borders, with_system) == expected.removeprefix("<|bos|>")
 
 
 @pytest.mark.parametrize("template", [SYSTEM_IN_LAST, BY_CONTENT])
