@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 from scu_trainer.data.json_files import encoding_advice, read_json_file, read_json_lines
 from scu_trainer.data.opening import open_data_file, shown_name
@@ -206,11 +206,8 @@ _SPLITS = {
 _ABOUT_DATA = re.compile(r"^(licen[cs]e|readme|copying|notice|changelog|citation|authors)(?![^\W\d_])")
 
 
-class SplitFiles(NamedTuple):
-    """``files``: by split; empty if no name indicates a split. ``notes``: lines for the user about the rest."""
-
-    files: dict[str, list[Path]]
-    notes: tuple[str, ...] = ()
+SplitFiles = tuple[dict[str, list[Path]], tuple[str, ...]]
+"""Files by split, empty if no name indicates a split; and lines for the user about the rest."""
 
 
 def split_of(path: Path, folder: Path) -> Optional[str]:
@@ -258,17 +255,21 @@ def require_split(name: str, splits: Iterable[str], wanted: Sequence[str], shown
     return chosen
 
 
-def find_held_out_split(
-    name: str, splits: Iterable[str], chosen: str, items: str, has_own: bool
-) -> tuple[Optional[str], tuple[str, ...]]:
-    """Return the held-out split of a dataset, and notes about it and about splits that are not read. ``chosen``: the
-    training split. ``has_own``: an ``eval_dataset`` is given, so no split is held out."""
+def choose_splits(
+    name: str, splits: Iterable[str], wanted: Sequence[str], items: str, has_own: bool
+) -> tuple[str, Optional[str], tuple[str, ...]]:
+    """Return the split that ``require_split`` finds. For training data (one ``wanted`` split) also return the held-out
+    split, and notes about it and about splits that are not read. ``has_own``: an ``eval_dataset`` is given, so none is
+    held out."""
+    chosen = require_split(name, splits, wanted, shown=splits)
+    if len(wanted) > 1:
+        return chosen, None, ()
     others = [split for split in splits if split != chosen]
     held_out = None if has_own else find_split(others, HELD_OUT_SPLITS)
     left = [split for split in others if split != held_out]
     origin = (f"held-out {items} come from the split {held_out!r} of {name}",) if held_out is not None else ()
     not_read = (f"splits of {name} that were not read: {', '.join(left[:MOST_SPLITS])}",) if left else ()
-    return held_out, (*origin, *not_read)
+    return chosen, held_out, (*origin, *not_read)
 
 
 def group_by_split(files: Sequence[Path], folder: Path) -> SplitFiles:
@@ -280,7 +281,7 @@ def group_by_split(files: Sequence[Path], folder: Path) -> SplitFiles:
         split = split_of(path, folder)
         (rest if split is None else by_split.setdefault(split, [])).append(path)
     if not by_split or not rest:
-        return SplitFiles(by_split)
+        return by_split, ()
     return _with_unnamed(by_split, rest, folder)
 
 
@@ -292,7 +293,7 @@ def _with_unnamed(by_split: dict[str, list[Path]], rest: list[Path], folder: Pat
     data = [path for path in rest if path not in left]
     if data and "train" in by_split:
         raise DataError(_unclear_split_message(by_split, data, folder))
-    return SplitFiles({"train": data, **by_split} if data else by_split, _notes(left, data, [*by_split], folder))
+    return ({"train": data, **by_split} if data else by_split), _notes(left, data, [*by_split], folder)
 
 
 def _notes(left: list[Path], data: list[Path], splits: list[str], folder: Path) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from scu_trainer.data.readers import (
     HELD_OUT_SPLITS,
     MOST_NAMES,
     SUFFIXES,
-    find_held_out_split,
+    choose_splits,
     group_by_split,
     has_several_sections,
     is_hidden,
@@ -33,7 +33,6 @@ from scu_trainer.data.readers import (
     read_file,
     read_sections,
     require_kind,
-    require_split,
     shown_name,
 )
 from scu_trainer.data.records import Record, table_records
@@ -123,12 +122,12 @@ def require_existing_path(name: str) -> None:
         )
     if set("*?,") & set(name) and not path.is_symlink():
         raise DataError(
-            f"{name} is not one file or folder{_nearest_in_folder(path)}; a folder is read with all its files, and "
+            f"{name} is not one file or folder{nearest_in_folder(path)}; a folder is read with all its files, and "
             'dataset takes a list: --dataset \'["a.jsonl", "b.jsonl"]\' (docs/data.md, Mixtures)'
         )
     if _looks_like_a_path(name):
         link = f" (a link to {os.readlink(path)})" if path.is_symlink() else ""
-        raise DataError(f"{name}{link} does not exist{_nearest_in_folder(path)}; looked at {path.absolute()}")
+        raise DataError(f"{name}{link} does not exist{nearest_in_folder(path)}; looked at {path.absolute()}")
 
 
 def refuse_hub_settings(name: str, split: Optional[str], config: Optional[str] = None) -> None:
@@ -148,7 +147,8 @@ def _looks_like_a_path(name: str) -> bool:
     )
 
 
-def _nearest_in_folder(path: Path) -> str:
+def nearest_in_folder(path: Path) -> str:
+    """Return a "did you mean" phrase with the most similar name next to the missing ``path``, or ""."""
     return did_you_mean(path.name, [item.name for item in path.parent.iterdir()]) if path.parent.is_dir() else ""
 
 
@@ -303,7 +303,11 @@ def load_saved(folder: Path):
 def _from_hub(
     name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path, columns: tuple[str, ...]
 ) -> Source:
-    loaded = _load_from_hub(name, wanted[-1], settings, cache_dir)
+    but = (
+        f" is not an embedded name ({', '.join(EMBEDDED_DATASETS)}){did_you_mean(name, EMBEDDED_DATASETS)}, not a file "
+        "or folder here, and"
+    )
+    loaded = load_from_hub(name, wanted[-1], settings, cache_dir, but, streaming=settings.streaming)
     if settings.streaming:  # nothing is cached then, so the identity need not depend on the content
         return _from_loaded(name, loaded, wanted, settings, lambda split: ["hub", name, split], columns)
 
@@ -314,22 +318,28 @@ def _from_hub(
     return _from_loaded(name, loaded, wanted, settings, identity, columns)
 
 
-def _load_from_hub(name: str, split: str, settings: DataSettings, cache_dir: Path):
+def load_from_hub(
+    name: str,
+    split: str,
+    settings: DataSettings,
+    cache_dir: Path,
+    but: str,
+    hub_id: Optional[str] = None,
+    streaming: bool = False,
+):
+    """Load all splits of a dataset, or the slice ``split``. ``hub_id``: where the ``name`` is a short one of ours.
+    Raises DataError with ``but``, which says what else the name is not."""
     import datasets
 
     config = settings.dataset_config_name if name == settings.dataset else None
     part = split if "[" in split else None  # a slice, train[:10%]; None loads all splits, held-out ones too
     try:
         return datasets.load_dataset(
-            name, config, split=part, streaming=settings.streaming, cache_dir=str(cache_dir / "datasets")
+            hub_id or name, config, split=part, streaming=streaming, cache_dir=str(cache_dir / "datasets")
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # RuntimeError: the dataset has a script, which the library does not run.
-        raise DataError(
-            f"dataset {name!r} is not an embedded name "
-            f"({', '.join(EMBEDDED_DATASETS)}){did_you_mean(name, EMBEDDED_DATASETS)}, not a file or folder here, "
-            f"and could not be loaded from the Hub: {error}"
-        ) from error
+        raise DataError(f"dataset {name!r}{but} could not be loaded from the Hub: {error}") from error
 
 
 def _from_loaded(
@@ -362,10 +372,7 @@ def _select_known_columns(rows, wanted: tuple[str, ...]) -> tuple[Any, tuple[str
 
 def _from_splits(name: str, splits: Mapping, wanted: tuple[str, ...], settings: DataSettings, build) -> Source:
     """Return the source of the first wanted split, with the first held-out split of the dataset."""
-    chosen = require_split(name, splits, wanted, shown=splits)
+    chosen, beside, notes = choose_splits(name, splits, wanted, "documents", settings.eval_dataset is not None)
     source = build(f"{name} ({chosen})", splits[chosen])
-    if len(wanted) > 1:
-        return source
-    beside, notes = find_held_out_split(name, splits, chosen, "documents", settings.eval_dataset is not None)
     held_out = None if beside is None else build(f"{name} ({beside})", splits[beside])
     return replace(source, held_out=held_out, notes=notes)

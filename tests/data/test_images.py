@@ -865,7 +865,7 @@ def test_a_known_dataset_that_cannot_be_reached_is_not_called_unknown(name, tmp_
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(DataError, match=f"dataset '{name}' could not be loaded from the Hub: no connection"):
-        tables._load(name, "train", DataSettings(dataset=name), tmp_path)
+        tables._load_from_hub(name, "train", DataSettings(dataset=name), tmp_path)
 
 
 def test_the_name_of_a_column_is_refused_where_there_are_no_columns(pets, tmp_path):

@@ -23,9 +23,9 @@ from scu_trainer.data.images.tables import how_to_save, table_source
 from scu_trainer.data.readers import HELD_OUT_SPLITS
 from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import Contents, PreparedSamples, SampleStatistics
-from scu_trainer.data.sources import is_saved, notes_of, refuse_hub_settings
+from scu_trainer.data.sources import is_saved, nearest_in_folder, notes_of, refuse_hub_settings
 from scu_trainer.data.store import digest_of
-from scu_trainer.errors import DataError, did_you_mean
+from scu_trainer.errors import DataError
 from scu_trainer.figures import count_text
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
@@ -86,8 +86,7 @@ def _find_source(
         labels = LABEL_COLUMNS if own.label_column_name is None else (own.label_column_name,)
         return folder_source(path, wanted, data.skip_bad_rows, classes, takes_held_out=takes_held_out, labels=labels)
     if not path.is_dir() and (path.is_file() or name.startswith((".", "/", "~")) or name.count("/") > 1):
-        siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
-        problem = "is a file" if path.is_file() else f"does not exist{did_you_mean(path.name, siblings)}"
+        problem = "is a file" if path.is_file() else f"does not exist{nearest_in_folder(path)}"
         how = how_to_save(path) if path.is_file() and path.suffix.lower() == ".parquet" else ""
         raise DataError(
             f"{name} {problem}; give a folder with one folder of images per class, a folder of save_to_disk, or a Hub "

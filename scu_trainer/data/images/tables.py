@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy
 
 from scu_trainer.data.images.records import LABEL_COLUMNS, NO_LABEL, ImageRecord, ImageSource
-from scu_trainer.data.readers import find_held_out_split, require_split
-from scu_trainer.data.sources import load_saved, refuse_hub_settings
+from scu_trainer.data.readers import choose_splits
+from scu_trainer.data.sources import load_from_hub, load_saved, refuse_hub_settings
 from scu_trainer.errors import DataError, did_you_mean
 from scu_trainer.settings import DataSettings
 from scu_trainer.settings.images import EMBEDDED_IMAGES, ImageSettings
@@ -35,16 +35,14 @@ def table_source(
 ) -> ImageSource:
     """Return the images and labels of a Hub id or a folder of ``save_to_disk``. ``classes``: those of the training
     data. Raises DataError if the dataset, the split or a column does not exist."""
-    loaded = _load(name, wanted[0], data, cache_dir)
+    path = Path(name).expanduser()
+    loaded = load_saved(path) if path.is_dir() else _load_from_hub(name, wanted[0], data, cache_dir)
     if not isinstance(loaded, Mapping):
-        is_slice = "[" in wanted[0] and not Path(name).expanduser().is_dir()
+        is_slice = "[" in wanted[0] and not path.is_dir()
         refuse_hub_settings(name, wanted[0] if len(wanted) == 1 and not is_slice else None)
         return _source_of(name, loaded, own, classes)
-    chosen = require_split(name, loaded, wanted, shown=loaded)
+    chosen, split, notes = choose_splits(name, loaded, wanted, "images", data.eval_dataset is not None)
     source = _source_of(f"{name} ({chosen})", loaded[chosen], own, classes)
-    if len(wanted) > 1:
-        return source
-    split, notes = find_held_out_split(name, loaded, chosen, "images", data.eval_dataset is not None)
     held_out = None if split is None else _source_of(f"{name} ({split})", loaded[split], own, source.label_names)
     return replace(source, held_out=held_out, notes=notes)
 
@@ -58,24 +56,11 @@ def how_to_save(parquet: Path) -> str:
     return f'. Parquet files are read once they are saved as a dataset: python -c "{command}", then give {saved}'
 
 
-def _load(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
-    import datasets
-
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return load_saved(path)
-    config = data.dataset_config_name if name == data.dataset else None
-    part = split if "[" in split else None  # a slice; None loads all splits, held-out ones too
-    try:
-        return datasets.load_dataset(HUB_IDS.get(name, name), config, split=part, cache_dir=str(cache_dir / "datasets"))
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        # RuntimeError: the dataset has a script, which the library does not run.
-        known = (*EMBEDDED_IMAGES, *HUB_IDS)
-        is_known = name in (*HUB_IDS, *HUB_IDS.values())
-        other = (
-            "" if is_known else f" is not one of {', '.join(known)}{did_you_mean(name, known)}, not a folder here, and"
-        )
-        raise DataError(f"dataset {name!r}{other} could not be loaded from the Hub: {error}") from error
+def _load_from_hub(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
+    known = (*EMBEDDED_IMAGES, *HUB_IDS)
+    is_known = name in (*HUB_IDS, *HUB_IDS.values())
+    but = "" if is_known else f" is not one of {', '.join(known)}{did_you_mean(name, known)}, not a folder here, and"
+    return load_from_hub(name, split, data, cache_dir, but, HUB_IDS.get(name))
 
 
 def _source_of(name: str, table: datasets.Dataset, own: ImageSettings, classes: Sequence[str]) -> ImageSource:
