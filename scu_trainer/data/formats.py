@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 from scu_trainer.data.messages import KNOWN_ROLES, ROLES, messages_of, tools_of
 from scu_trainer.data.records import BadRow, Chat, Completion, Content, Pair, Text
 from scu_trainer.errors import did_you_mean
+from scu_trainer.settings import DataSettings
 
 DEFAULT_TEXT_COLUMN = "text"
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
@@ -56,6 +57,10 @@ class Columns(NamedTuple):
     response: Optional[str] = None
     system: Optional[str] = None
     messages: Optional[str] = None
+
+    @classmethod
+    def of(cls, settings: DataSettings) -> Columns:
+        return cls(*(getattr(settings, f"{name}_column") for name in cls._fields))
 
     @property
     def named(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.data.embedded import embedded_identity, read_embedded
-from scu_trainer.data.formats import KNOWN_COLUMNS
+from scu_trainer.data.formats import KNOWN_COLUMNS, Columns
 from scu_trainer.data.readers import (
     BLANK_ONCE,
     BLANK_TWICE,
@@ -240,7 +240,7 @@ def _from_files(name: str, files: list[Path], settings: DataSettings, will_split
     identity = ["files", [_file_identity(path) for path in files]]
     if len(files) == 1 and kind_of(files[0]) == ".txt":
         return _from_text_file(name, files[0], identity, settings.text_column, will_split)
-    read = partial(_read_files, files, named_columns(settings))
+    read = partial(_read_files, files, Columns.of(settings).named)
     return Source(name, identity, read)
 
 
@@ -347,7 +347,7 @@ def _from_loaded(
 ) -> Source:
     def build(label: str, split: str) -> Source:
         rows = loaded[split] if isinstance(loaded, Mapping) else loaded
-        kept, left = _select_known_columns(rows, (*named_columns(settings), *columns))
+        kept, left = _select_known_columns(rows, (*Columns.of(settings).named, *columns))
         return Source(label, identity(split), partial(table_records, label, kept), columns_not_read=left)
 
     if isinstance(loaded, Mapping):
@@ -355,11 +355,6 @@ def _from_loaded(
     if "[" not in wanted[-1]:
         refuse_hub_settings(name, wanted[-1])
     return build(name, wanted[-1])
-
-
-def named_columns(settings: DataSettings) -> tuple[str, ...]:
-    given = (settings.text_column, settings.prompt_column, settings.response_column, settings.system_column)
-    return tuple(name for name in (*given, settings.messages_column) if name is not None)
 
 
 def _select_known_columns(rows, wanted: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:

@@ -51,6 +51,6 @@ def encoder(tokenizer):
     """``encoder(**settings)`` with the embedded tokenizer, or with ``tokenizer=`` another one."""
 
     def make(tokenizer=tokenizer, **settings) -> Encoder:
-        return Encoder.of(DataSettings(**settings), tokenizer, "tiny")
+        return Encoder(DataSettings(**settings), tokenizer, "tiny")
 
     return make

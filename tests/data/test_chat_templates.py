@@ -46,7 +46,7 @@ def template(request) -> str:
 def encode(tokenizer, template):
     own = copy.deepcopy(tokenizer)
     own.chat_template = read_chat_template(template)
-    encoder = Encoder.of(DataSettings(chat_template=template), own, "tiny")
+    encoder = Encoder(DataSettings(chat_template=template), own, "tiny")
 
     def run(messages, **columns):
         [result] = encoder.encode([Record("row 1", {"messages": messages, **columns})])

@@ -17,9 +17,9 @@ from scu_trainer.data import prepare
 from scu_trainer.data.text.encode import NOT_LEARNED
 from scu_trainer.data.text.mixture import whole_held_out
 from scu_trainer.data.text.shares import (
-    EvenChoice,
     apportioned,
     chosen_rows,
+    evenly_chosen,
     interleaved,
     mix_by_shares,
     rows_per_epoch,
@@ -111,9 +111,9 @@ def test_repeated_rows_are_whole_passes_and_the_beginning_of_a_permutation():
 @pytest.mark.parametrize("seed", range(20))
 def test_every_prefix_has_the_shares_within_one_row(seed):
     shares = some_shares(random.Random(seed))
-    choice, taken = EvenChoice(shares), [0] * len(shares)
-    for row in range(1, 300):
-        taken[choice.next()] += 1
+    taken = [0] * len(shares)
+    for row, chosen in zip(range(1, 300), evenly_chosen(shares), strict=False):
+        taken[chosen] += 1
         assert all(abs(count - share * row) < 1 for count, share in zip(taken, shares, strict=True))
 
 

@@ -287,7 +287,7 @@ class Watched(torch.nn.Module):
 
 def seen(changes=None, dtype=torch.float32) -> Watched:
     model = Watched(dtype)
-    attach(model, PixelInputs([0.5, 0.4, 0.3], [0.1, 0.2, 0.3], 1 / 255, changes))
+    attach(model, PixelInputs([0.5, 0.4, 0.3], [0.1, 0.2, 0.3], changes))
     return model
 
 

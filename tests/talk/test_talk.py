@@ -296,7 +296,7 @@ def test_a_question_is_laid_out_as_it_was_trained_on_without_a_template(folder):
     plain = talker_of(Subject("plain", model, run))
     plain.tokenizer.chat_template = None
     row = {"question": "What is a list?", "answer": "A row of things.", "system": "Be brief."}
-    [document] = Encoder.of(DataSettings(), plain.tokenizer, "plain").encode([Record("row 1", row)])
+    [document] = Encoder(DataSettings(), plain.tokenizer, "plain").encode([Record("row 1", row)])
     learned = document.input_ids[document.labels == NOT_LEARNED].tolist()
     assert plain.encoded([{"role": "system", "content": "Be brief."}, *QUESTION]) == learned
     assert plain.notes("mine") == ["mine has no chat template: a blank line follows the question"]

@@ -87,7 +87,7 @@ def usable_documents(
 
     results = encode_records(source.read(), encoder, processes)
     with_bar = tqdm(results, desc=f"tokenizing {source.name}", unit=" rows", delay=2, disable=None, leave=False)
-    yield from islice(_usable(with_bar, encoder.skip_bad_rows, statistics), limit)
+    yield from islice(_usable(with_bar, encoder.settings.skip_bad_rows, statistics), limit)
     if not statistics.rows_read and limit != 0:
         raise DataError(f"{source.name} is empty: it has no rows")
     statistics.columns_not_used.update(dict.fromkeys(source.columns_not_read, statistics.rows_read))

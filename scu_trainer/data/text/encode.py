@@ -72,23 +72,20 @@ class Dropped(NamedTuple):
 class Encoder:
     """A tokenizer and the rules of the settings. It can be sent to another process."""
 
+    settings: DataSettings
     tokenizer: object
-    columns: Columns
-    completion_only_loss: bool
-    assistant_only_loss: bool
-    skip_bad_rows: bool
     model_name: str
 
-    @classmethod
-    def of(cls, settings: DataSettings, tokenizer, model_name: str) -> Encoder:
-        rules = {name: getattr(settings, name) for name in RULES}
-        columns = {name: getattr(settings, f"{name}_column") for name in Columns._fields}
-        return cls(tokenizer, Columns(**columns), **rules, model_name=model_name)
+    @property
+    def columns(self) -> Columns:
+        return Columns.of(self.settings)
 
     @property
     def identity(self) -> str:
         """A digest that changes whenever the same rows would give other tokens."""
-        return digest_of(self.columns, [getattr(self, name) for name in RULES], _tokenizer_state(self.tokenizer))
+        return digest_of(
+            self.columns, [getattr(self.settings, name) for name in RULES], _tokenizer_state(self.tokenizer)
+        )
 
     def encode(self, records: list[Record]) -> list[Document | Dropped]:
         """Return one result per record."""
@@ -133,7 +130,7 @@ class Encoder:
         # Tokenized separately, as the prompt is at inference: no token may span the boundary.
         prompt = prompt_ids(self.tokenizer, content.prompt)
         completion = self._tokenize([content.completion], add_special_tokens=False)[0]
-        learned = [not self.completion_only_loss] * len(prompt) + [True] * len(completion)
+        learned = [not self.settings.completion_only_loss] * len(prompt) + [True] * len(completion)
         return self._finish_document(prompt + completion, learned, record, content.prompt + content.completion, read)
 
     def _encode_chat(self, record: Record, content: Chat, read: Reading) -> Document | Dropped:
@@ -162,10 +159,10 @@ class Encoder:
 
     def _learned_part(self, content: Chat) -> str:
         if content.is_pair:
-            return "assistant" if self.completion_only_loss else "all"
+            return "assistant" if self.settings.completion_only_loss else "all"
         if content.prompt_turns is not None:
-            return "completion" if self.completion_only_loss else "all"
-        return "assistant" if self.assistant_only_loss else "all"
+            return "completion" if self.settings.completion_only_loss else "all"
+        return "assistant" if self.settings.assistant_only_loss else "all"
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         if not texts:

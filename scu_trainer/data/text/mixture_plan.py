@@ -74,7 +74,7 @@ def mixture_plan(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, 
         dataset_size=settings.max_eval_documents,
     )
     source = held_out_source(settings, cache_dir)
-    held_out = EncodingPlan(eval_settings, Encoder.of(settings, tokenizer, model_name), source, source, seed, cache_dir)
+    held_out = EncodingPlan(eval_settings, Encoder(settings, tokenizer, model_name), source, source, seed, cache_dir)
     return MixturePlan(settings, sources, tuple(plans), held_out)
 
 

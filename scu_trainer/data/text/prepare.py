@@ -73,7 +73,7 @@ def plan_of(settings: DataSettings, tokenizer, seed: int, cache_dir: Path, model
         tokenizer.chat_template = read_chat_template(settings.chat_template)
         source = replace(source, notes=(*source.notes, *_template_notes(tokenizer, settings.chat_template)))
     held_out = held_out_source(settings, cache_dir) if settings.eval_dataset else source.held_out
-    return EncodingPlan(settings, Encoder.of(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
+    return EncodingPlan(settings, Encoder(settings, tokenizer, model_name), source, held_out, seed, cache_dir)
 
 
 def _template_notes(tokenizer, template: str) -> Iterator[str]:

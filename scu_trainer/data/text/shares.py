@@ -5,6 +5,7 @@ Shares are exact fractions, because a rounding error could leave out the last ro
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
@@ -58,23 +59,17 @@ def interleaved(counts: Sequence[int]) -> numpy.ndarray:
     return sources[numpy.argsort(places, kind="stable")]
 
 
-class EvenChoice:
-    """Chooses the source of each row so that among the first k rows every share is exact to within one row, for every k
+def evenly_chosen(shares: Sequence[Fraction]) -> Iterator[int]:
+    """Yield the source of each row so that among the first k rows every share is exact to within one row, for every k
     and any number of sources (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980)."""
-
-    def __init__(self, shares: Sequence[Fraction]) -> None:
-        self._shares = list(shares)
-        self._taken = [0] * len(self._shares)
-        self._slack = Fraction(1, max(2, 2 * len(self._shares) - 2))
-
-    def next(self) -> int:
-        row = sum(self._taken) + 1
-        deficits = [share * row - taken for share, taken in zip(self._shares, self._taken, strict=True)]
-        ready = [index for index, deficit in enumerate(deficits) if deficit >= self._slack]
+    taken, slack = [0] * len(shares), Fraction(1, max(2, 2 * len(shares) - 2))
+    for row in itertools.count(1):
+        deficits = [share * row - count for share, count in zip(shares, taken, strict=True)]
+        ready = [index for index, deficit in enumerate(deficits) if deficit >= slack]
         # The source whose deficit would exceed the bound first; among equal ones, the first.
-        chosen = min(ready, key=lambda index: (1 - self._slack - deficits[index]) / self._shares[index])
-        self._taken[chosen] += 1
-        return chosen
+        chosen = min(ready, key=lambda index: (1 - slack - deficits[index]) / shares[index])
+        taken[chosen] += 1
+        yield chosen
 
 
 def mix_by_shares(
@@ -85,10 +80,9 @@ def mix_by_shares(
     first_exhausted: stop when the next row must come from a source that has no more rows. all_exhausted: such a source
     starts over, until every source has reached its end.
     """
-    choice, running = EvenChoice(shares), [start(index) for index in range(len(shares))]
+    running = [start(index) for index in range(len(shares))]
     ended: set[int] = set()
-    while True:
-        source = choice.next()
+    for source in evenly_chosen(shares):
         row = next(running[source], None)
         if row is None:
             ended.add(source)

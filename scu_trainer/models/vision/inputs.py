@@ -34,16 +34,14 @@ STEPS_OF_A_BYTE = 1.01
 class PixelInputs:
     """Forward pre-hook that turns uint8 ``pixel_values`` into what the model's image processor would make of them.
 
-    It takes (rows, channels, height, width) and returns the dtype of the model's weights. Bytes are multiplied by
-    ``scale``, then normalized with ``mean`` and ``deviation`` of each channel. ``augmentation`` acts on values from 0
-    to 1.
+    It takes (rows, channels, height, width) and returns the dtype of the model's weights. ``augmentation`` acts on values
+    from 0 to 1, which are then normalized with ``mean`` and ``deviation`` of each channel.
     """
 
     def __init__(
-        self, mean: Sequence[float], deviation: Sequence[float], scale: float, augmentation: Optional[nn.Module] = None
+        self, mean: Sequence[float], deviation: Sequence[float], augmentation: Optional[nn.Module] = None
     ) -> None:
-        self.mean, self.deviation, self.scale = list(mean), list(deviation), scale
-        self.augmentation = augmentation
+        self.mean, self.deviation, self.augmentation = list(mean), list(deviation), augmentation
 
     def __call__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Optional[tuple[tuple, dict]]:
         pixels = args[0] if args else kwargs.get("pixel_values")
@@ -59,9 +57,9 @@ class PixelInputs:
         """Return normalized uint8 ``pixels`` in ``dtype``, augmented if ``training``."""
         with torch.autocast(pixels.device.type, enabled=False):  # coordinates in bfloat16 would be off by pixels
             if training and self.augmentation is not None:
-                values = self.augmentation(pixels.float() / 255) * (255 * self.scale)
+                values = self.augmentation(pixels.float() / 255)
             else:
-                values = pixels.float() * self.scale
+                values = pixels.float() * (1 / 255)
             mean, deviation = (
                 torch.tensor(numbers, device=pixels.device).view(-1, 1, 1) for numbers in (self.mean, self.deviation)
             )
@@ -75,7 +73,7 @@ def pixel_inputs(processor: BaseImageProcessor, channels: int, augmentation: Opt
     contrast = white - black
     if not contrast.all():
         raise ModelError(f"the image processor {type(processor).__name__} gives black and white the same values")
-    return PixelInputs((-black / contrast).tolist(), (1 / contrast).tolist(), 1 / 255, augmentation)
+    return PixelInputs((-black / contrast).tolist(), (1 / contrast).tolist(), augmentation)
 
 
 def _processed_color(processor: BaseImageProcessor, channels: int, value: int) -> numpy.ndarray:
@@ -100,7 +98,7 @@ def require_stock_pixels(
     wanted = torch.from_numpy(numpy.array(processor(image)["pixel_values"][0], dtype=numpy.float32, order="C"))
     inputs = pixel_inputs(processor, channels)
     found = inputs.ready(torch.from_numpy(bytes_of(image))[None], False, torch.float32)[0]
-    step = inputs.scale / torch.tensor(inputs.deviation).abs().view(-1, 1, 1)
+    step = 1 / 255 / torch.tensor(inputs.deviation).abs().view(-1, 1, 1)
     if found.shape != wanted.shape or bool(((found - wanted).abs() > STEPS_OF_A_BYTE * step).any()):
         raise ModelError(
             f"the image processor {type(processor).__name__} does more to pixels than scale each channel, which "

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from scu_trainer.data import formats
 from scu_trainer.data.readers import READERS, kind_of, read_file
-from scu_trainer.data.sources import files_and_links, is_saved, named_columns
+from scu_trainer.data.sources import files_and_links, is_saved
 from scu_trainer.data.statistics import DataStatistics
 from scu_trainer.data.text.chat import AROUND_ANSWERS
 from scu_trainer.figures import count_text
@@ -106,7 +106,7 @@ def _check_dataset(data: DataSettings) -> Iterator[Finding]:
     file = _first_file(Path(data.dataset).expanduser())
     if file is None:
         return
-    records = islice(read_file(file, *named_columns(data)), ROWS_LOOKED_AT)
+    records = islice(read_file(file, *formats.Columns.of(data).named), ROWS_LOOKED_AT)
     rows = [record.value for record in records if not record.problem]
     if rows:
         yield from _check_pairs(rows)

@@ -151,7 +151,7 @@ def _require_same_view(teacher: ModelSettings, own: ImageSettings, view: View) -
         name, (teacher_view.channels, teacher_view.size), (view.channels, view.size), "sizes or channels of images"
     )
     pixels = [pixel_inputs(each_view.processor, each_view.channels) for each_view in (teacher_view, view)]
-    require_same_as_student(name, *([*p.mean, *p.deviation, p.scale] for p in pixels), "mean and deviation of pixels")
+    require_same_as_student(name, *([*p.mean, *p.deviation] for p in pixels), "mean and deviation of pixels")
 
 
 def _adapter_plan(model: torch.nn.Module) -> AdapterPlan:
