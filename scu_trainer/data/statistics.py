@@ -33,10 +33,6 @@ class DropCounts:
         for reason in counts:
             self.examples[reason] = [*self.examples.get(reason, []), *examples[reason]][:MOST_EXAMPLES]
 
-    @property
-    def has_dropped(self) -> bool:
-        return bool(self.dropped)
-
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -101,11 +97,6 @@ class DataStatistics(DropCounts):
     @property
     def dropped(self) -> dict[str, int]:
         return self.rows_dropped
-
-    def unknown_role(self, role: str, place: str) -> None:
-        """Count a turn that is not learned because its role is unknown."""
-        self.roles_not_known[role] = self.roles_not_known.get(role, 0) + 1
-        self.role_places.setdefault(role, place)
 
     def add(self, other: DataStatistics) -> None:
         """Add the rows that ``other`` has read and dropped."""

@@ -197,10 +197,6 @@ class CadenceForCausalLM(CadencePreTrainedModel, GenerationMixin):
             self._keys_to_ignore_on_save = ["lm_head.weight"]
         self.post_init()
 
-    def checkpoint_blocks(self) -> list[nn.Module]:
-        """Return the blocks that activation checkpointing may recompute in backward."""
-        return self.model.checkpoint_blocks()
-
     @can_return_tuple
     def forward(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.asking import evaluating, exact_products
@@ -224,14 +224,10 @@ def merge_tolerance(adapter_model: nn.Module, dtype: torch.dtype) -> float:
     return max(MERGE_TOLERANCE[name] for name in names if name in MERGE_TOLERANCE)
 
 
-Inputs = Union["torch.Tensor", Mapping[str, "torch.Tensor"]]
-
-
-def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Inputs) -> float:
+def check_merge(adapter_model: nn.Module, merged: nn.Module, inputs: Mapping[str, torch.Tensor]) -> float:
     """Return the largest difference of the logits, divided by the largest logit, with both models in evaluation mode.
-    ``inputs`` are input_ids (rows, time), or the models' inputs by name; padding (attention_mask 0) is not compared.
-    Compare the result with ``merge_tolerance``; it is NaN, which no tolerance allows, if any logits are not finite."""
-    inputs = inputs if isinstance(inputs, Mapping) else {"input_ids": inputs}
+    ``inputs`` are the models' inputs by name; padding (attention_mask 0) is not compared. Compare the result with
+    ``merge_tolerance``; it is NaN, which no tolerance allows, if any logits are not finite."""
     return relative_difference(logits_of(adapter_model, inputs), logits_of(merged, inputs), inputs)
 
 

@@ -279,20 +279,7 @@ def _rebuilt(model: PreTrainedModel, plan: PruningPlan, weights: dict[str, torch
 
 def recompute_batchnorm_statistics(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> None:
     """Set the running means and variances of BatchNorm to their averages over ``batches``. The old ones belong to
-    inputs from before channels were cut out. A model without BatchNorm does not change."""
-    import torch
+    inputs from before channels were cut out. ``batches`` are not read for a model without BatchNorm."""
+    from torch.optim.swa_utils import update_bn
 
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
-    if not norms:
-        return
-    momenta = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # cumulative average
-    model.train()
-    with torch.no_grad():
-        for batch in batches:
-            model(**batch)
-    model.eval()
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+    update_bn((batch["pixel_values"] for batch in batches), model.eval())

@@ -76,10 +76,10 @@ def test_merged_gives_what_the_adapter_gave(tmp_path, bits):
             nn.init.normal_(weight, std=0.1)
     ids = tiny.Rows(4).tokens
     for dtype in (torch.float32, torch.bfloat16):
-        assert check_merge(model, merge_adapter(model, dtype), ids) <= merge_tolerance(model, dtype)
+        assert check_merge(model, merge_adapter(model, dtype), {"input_ids": ids}) <= merge_tolerance(model, dtype)
     model.save_pretrained(tmp_path / "adapter")
     again = load_for_evaluation(str(tmp_path / "adapter"), settings)
-    assert check_merge(model, again, ids) == 0.0
+    assert check_merge(model, again, {"input_ids": ids}) == 0.0
 
 
 @pytest.mark.parametrize(("bits", "share"), [("nf4", 0.2), ("int8", 0.35)])

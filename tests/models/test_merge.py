@@ -78,9 +78,9 @@ def adapted(make, folder, is_quantized: bool = True, adapter=None, **changes):
 def test_merged_in_float32_is_the_adapter_in_float32(tmp_path, family, is_quantized):
     model = adapted(FAMILIES[family], tmp_path, is_quantized, mixed_precision="no")
     merged = merge_adapter(model, torch.float32)
-    assert check_merge(model, merged, IDS) <= merge_tolerance(model, torch.float32) == 1e-5
+    assert check_merge(model, merged, {"input_ids": IDS}) <= merge_tolerance(model, torch.float32) == 1e-5
     with model.disable_adapter():
-        assert check_merge(model, merged, IDS) > 0.1, "the adapter changes nothing"
+        assert check_merge(model, merged, {"input_ids": IDS}) > 0.1, "the adapter changes nothing"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_coarser_arithmetic_within_its_tolerance(tmp_path, family, changes, dtyp
     model = adapted(FAMILIES[family], tmp_path, **changes)
     merged = merge_adapter(model, dtype)
     assert merge_tolerance(model, dtype) == MERGE_TOLERANCE[key]
-    assert MERGE_TOLERANCE["float32"] < check_merge(model, merged, IDS) <= MERGE_TOLERANCE[key]
+    assert MERGE_TOLERANCE["float32"] < check_merge(model, merged, {"input_ids": IDS}) <= MERGE_TOLERANCE[key]
     assert {p.dtype for p in merged.parameters()} == {dtype} == {merged.config.dtype}
 
 
@@ -107,10 +107,10 @@ def test_coarser_arithmetic_within_its_tolerance(tmp_path, family, changes, dtyp
 def test_why_it_is_not_packed_again(tmp_path, family):
     """What peft's own merge does to a 4-bit model."""
     model = adapted(FAMILIES[family], tmp_path, mixed_precision="no")
-    ours = check_merge(model, merge_adapter(model, torch.float32), IDS)
+    ours = check_merge(model, merge_adapter(model, torch.float32), {"input_ids": IDS})
     again = adapted(FAMILIES[family], tmp_path, mixed_precision="no")
-    assert check_merge(model, again, IDS) == 0.0
-    assert check_merge(model, again.merge_and_unload(), IDS) > max(0.05, 1e4 * ours)
+    assert check_merge(model, again, {"input_ids": IDS}) == 0.0
+    assert check_merge(model, again.merge_and_unload(), {"input_ids": IDS}) > max(0.05, 1e4 * ours)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_other_kinds_of_adapters(tmp_path, adapter):
     if "modules_to_save" in adapter:
         with torch.no_grad():
             model.base_model.model.lm_head.weight.mul_(1.5)
-    assert check_merge(model, merge_adapter(model, torch.float32), IDS) <= 1e-5
+    assert check_merge(model, merge_adapter(model, torch.float32), {"input_ids": IDS}) <= 1e-5
 
 
 @pytest.mark.filterwarnings(
@@ -146,9 +146,9 @@ def test_what_shared_a_weight_has_its_own_once_merged(tmp_path, changes):
     for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
         nn.init.normal_(weight, std=0.1)
     merged = merge_adapter(model, torch.bfloat16).float()
-    assert check_merge(model, merge_adapter(model, torch.float32), IDS) <= 1e-5
+    assert check_merge(model, merge_adapter(model, torch.float32), {"input_ids": IDS}) <= 1e-5
     merged.save_pretrained(tmp_path)
-    assert check_merge(merged, AutoModelForCausalLM.from_pretrained(tmp_path), IDS) == 0.0
+    assert check_merge(merged, AutoModelForCausalLM.from_pretrained(tmp_path), {"input_ids": IDS}) == 0.0
 
 
 def test_a_classifier_without_an_embedding():
@@ -202,7 +202,7 @@ def test_both_models_compute_in_float32_and_the_process_as_before(tmp_path, monk
     matmul, seen = torch.backends.cuda.matmul, []
     model = FAMILIES["llama"]()
     model.register_forward_pre_hook(lambda *_: seen.append(matmul.fp32_precision))
-    check_merge(model, model, IDS)
+    check_merge(model, model, {"input_ids": IDS})
     assert seen == ["ieee", "ieee"] and matmul.fp32_precision == process
     monkeypatch.setattr(torch.backends, "fp32_precision", later)
     assert matmul.fp32_precision == later, "it follows the process again"
@@ -220,7 +220,7 @@ def test_the_adapter_model_stays_as_it_was(tmp_path):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.train()
     merged = merge_adapter(model, torch.bfloat16)
-    check_merge(model, merged, IDS)
+    check_merge(model, merged, {"input_ids": IDS})
     assert tiny.same(model.state_dict(), before) and model.training
     assert model.get_base_model().config.quantization_config is not None
 

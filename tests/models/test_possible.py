@@ -32,7 +32,7 @@ def test_counts_that_nobody_counts(tmp_path, change):
 
 def test_ordinary_numbers_pass(tmp_path):
     LlamaConfig(vocab_size=200_000, max_position_embeddings=2**20, rope_theta=5e8).save_pretrained(tmp_path)
-    assert require_sane_config(tmp_path / "config.json")["vocab_size"] == 200_000
+    require_sane_config(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"[", b"[]", b"3", b"\xff\xfe", b"[" * 5000])

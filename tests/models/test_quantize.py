@@ -392,7 +392,7 @@ def test_adapters_on_a_model_that_torchao_has_packed(llama_dir, tmp_path):
     model = prepare_for_tuning(load_model(settings), settings)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert ids_of(weights.before_training(job_of(), model)) == [] and weights_are_finite(model)
-    assert check_merge(model, merge_adapter(model, torch.float32), IDS) < 1e-5
+    assert check_merge(model, merge_adapter(model, torch.float32), {"input_ids": IDS}) < 1e-5
     found = [*weights.before_training(job_of(tuning="full"), load_model(replace(settings, tuning="full")))]
     assert "quantized-trained" in ids_of(found)
     fix = next(finding.fix for finding in found if finding.check == "quantized-trained")

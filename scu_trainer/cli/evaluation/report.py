@@ -231,7 +231,7 @@ def _notes_on_figures(subjects: list[Subject], outcomes: list[EvaluationResult])
 def _notes_on_data(data: Any, item: str) -> list[str]:
     count, statistics = len(data.eval_documents) if item == "document" else len(data.eval), data.statistics
     notes = [] if count >= FEW_DOCUMENTS else [f"{count_text(count, item)} held out: too few to trust an interval"]
-    if statistics.has_dropped:
+    if statistics.dropped:
         notes.append(f"left out while reading: {statistics.describe_dropped()}")
     return notes
 

@@ -145,7 +145,7 @@ def _merged(model: nn.Module, dtype_name: str, input_ids: Any) -> tuple[nn.Modul
     """Return ``model`` with its adapter merged into its base, and how far the logits of both are apart."""
     dtype = export_dtype(model, dtype_name)
     merged = _on_same_device(model, merge_adapter(model, dtype).eval().requires_grad_(False))
-    difference, tolerance = check_merge(model, merged, input_ids), merge_tolerance(model, dtype)
+    difference, tolerance = check_merge(model, merged, {"input_ids": input_ids}), merge_tolerance(model, dtype)
     name = str(dtype).removeprefix("torch.")
     if not math.isfinite(difference):
         raise ModelError(f"merged in {name} the model gives logits that are not finite; use --merge_dtype float32")

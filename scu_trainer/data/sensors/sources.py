@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
@@ -102,8 +102,9 @@ def generated_source(
     )
     wanted = array_names(own.branches)
     key = digest_of(STORE_VERSION, "synthetic", recipe, wanted)
-    folder = _build_cache(cache_dir, key, wanted, statistics, lambda: _generate_samples(recipe, wanted, statistics))
-    return _open_source(SYNTHETIC, folder, names, _offered_by_generator(samples=recipe[0], classes=classes, seed=seed))
+    offered = _offered_by_generator(samples=recipe[0], classes=classes, seed=seed)
+    samples = _generate_samples(recipe, wanted, statistics)
+    return _cached_source(SYNTHETIC, names, offered, cache_dir / "sensors" / key, wanted, statistics, samples)
 
 
 def _offered_by_generator(samples: int, classes: int, seed: int) -> OfferedRecordings:
@@ -157,11 +158,11 @@ def folder_source(
     seen = SharedShapes(dict(shapes or {}), dict.fromkeys(shapes or {}, "the training data"))
     content = [[*map(str, (entry.file, entry.label, entry.split, entry.missing)), *_stamp(entry)] for entry in entries]
     key = digest_of(STORE_VERSION, names, wanted, skip_bad_rows, sorted(seen.of.items()), statistics.as_dict(), content)
-    folder = _build_cache(cache_dir, key, wanted, statistics, lambda: _check(entries, labels, wanted, seen, rejections))
     splits = numpy.array([entry.split or "" for entry in entries], dtype=str)
     keys, places, reports = ([getattr(entry, name) for entry in entries] for name in ("key", "place", "report"))
     offered = OfferedRecordings(keys, labels, splits, places, reports)
-    return _open_source(name, folder, names, offered)
+    samples = _check(entries, labels, wanted, seen, rejections)
+    return _cached_source(name, names, offered, cache_dir / "sensors" / key, wanted, statistics, samples)
 
 
 def random_subset(numbers: numpy.ndarray, limit: Optional[int], seed: int) -> numpy.ndarray:
@@ -245,29 +246,29 @@ def _check(
 # -- the cache ---------------------------------------------------------------------------------------------------------
 
 
-def _build_cache(
-    cache_dir: Path,
-    key: str,
+def _cached_source(
+    name: str,
+    label_names: Sequence[str],
+    offered: OfferedRecordings,
+    folder: Path,
     wanted: Sequence[str],
     statistics: SampleStatistics,
-    find: Callable[[], Iterator[NumberedSample]],
-) -> Path:
-    def build(folder: Path) -> None:
+    samples: Iterator[NumberedSample],
+) -> SensorSource:
+    """``samples``: read, and counted in ``statistics``, only if ``folder`` does not exist yet."""
+
+    def build(new: Path) -> None:
         numbers: list[int] = []
 
-        def samples() -> Iterator[Sample]:
-            for number, sample in find():
+        def unnumbered() -> Iterator[Sample]:
+            for number, sample in samples:
                 numbers.append(number)
                 yield sample
 
-        write_store(folder, wanted, samples())
-        (folder / "books.json").write_text(json.dumps({"numbers": numbers, "books": statistics.as_dict()}))
+        write_store(new, wanted, unnumbered())
+        (new / "books.json").write_text(json.dumps({"numbers": numbers, "books": statistics.as_dict()}))
 
-    return build_once(cache_dir / "sensors" / key, build)
-
-
-def _open_source(name: str, folder: Path, label_names: Sequence[str], offered: OfferedRecordings) -> SensorSource:
-    written = json.loads((folder / "books.json").read_text())
+    written = json.loads((build_once(folder, build) / "books.json").read_text())
     statistics, store = SampleStatistics(**written["books"]), Store(folder)
     if not len(store):
         raise DataError(f"{name} has no recording to learn from; {'; '.join(statistics.lines())}")

@@ -34,7 +34,8 @@ class Collator:
         import torch
 
         lengths = [len(row["input_ids"]) for row in rows]
-        width = self._padded_length(max(lengths))
+        multiple = self.pad_to_multiple_of or 1
+        width = -(-max(lengths) // multiple) * multiple
         batch = {
             "input_ids": _padded_tensor([row["input_ids"] for row in rows], width, self.pad_token_id),
             "labels": _padded_tensor([row["labels"] for row in rows], width, NOT_LEARNED),
@@ -47,10 +48,6 @@ class Collator:
             if name in rows[0]:
                 batch[name] = torch.tensor([row[name] for row in rows], dtype=torch.int64)
         return batch
-
-    def _padded_length(self, length: int) -> int:
-        multiple = self.pad_to_multiple_of or 1
-        return -(-length // multiple) * multiple
 
 
 def _padded_tensor(sequences: list[Sequence[int]], width: int, value: int):

@@ -112,7 +112,8 @@ def _count_reading(document: Document, read: Reading, statistics: DataStatistics
     add_counts(statistics.rendered_away, dict.fromkeys(read.rendered_away, 1))
     statistics.empty_answers += read.empty_answers
     for role in read.unknown_roles:
-        statistics.unknown_role(role, document.name)
+        add_counts(statistics.roles_not_known, {role: 1})
+        statistics.role_places.setdefault(role, document.name)
 
 
 def _schema() -> pyarrow.Schema:

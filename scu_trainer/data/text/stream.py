@@ -89,23 +89,19 @@ def prepare_stream(plan: EncodingPlan) -> PreparedData:
 
 def _held_out_documents(plan: EncodingPlan, statistics: DataStatistics, first: DataStatistics) -> list[Document]:
     """Return the held-out documents. Rows that the training stream will read again are counted in ``first``."""
+    limit = plan.settings.max_eval_documents or HELD_OUT_DOCUMENTS
     if plan.held_out:
-        documents = _first_documents(plan, plan.held_out, _held_out_limit(plan), statistics)
+        documents = _first_documents(plan, plan.held_out, limit, statistics)
     elif plan.settings.validation_split_percentage:
-        documents = _first_of_training(plan, first)
+        documents = _first_of_training(plan, limit, first)
     else:
         documents = []
     statistics.eval_documents = len(documents)
     return documents
 
 
-def _held_out_limit(plan: EncodingPlan) -> int:
-    return plan.settings.max_eval_documents or HELD_OUT_DOCUMENTS
-
-
-def _first_of_training(plan: EncodingPlan, statistics: DataStatistics) -> list[Document]:
+def _first_of_training(plan: EncodingPlan, limit: int, statistics: DataStatistics) -> list[Document]:
     """Return the first documents of the training stream. Raises DataError if none would be left to train on."""
-    limit = _held_out_limit(plan)
     documents = _first_documents(plan, plan.source, min(limit + 1, plan.settings.dataset_size or limit + 1), statistics)
     if len(documents) <= limit:
         raise DataError(

@@ -38,7 +38,6 @@ from scu_trainer.settings import DataSettings
 from scu_trainer.settings.words import EMBEDDED_WORD_DATASET, WordSettings
 
 if TYPE_CHECKING:
-    import pyarrow
     from transformers import PreTrainedTokenizerFast
 
 WORDS_VERSION = 1  # raise it when the same texts would give other rows
@@ -189,15 +188,18 @@ def _open(folder: Path) -> PreparedWords:
 
 
 def _write(folder: Path, plan: _Plan) -> None:
-    settings = plan.settings
     statistics = WordStatistics(notes=[*notes_of(plan.source, plan.held_out)])
     read = functools.partial(_texts, plan, statistics=statistics)
     texts, train_order, eval_texts, eval_order = both_sides(plan, read, statistics)
     known = plan.known or _build_vocabulary(texts, train_order, plan.own)
     encoder = _Encoder(known, statistics)
     statistics.vocabulary = len(known.tokenizer)
-    _write_training_rows(folder, encoder, texts, train_order, plan)
-    documents = _write_held_out_rows(folder, encoder, eval_texts, eval_order, settings)
+    _write_rows(folder / "train.arrow", encoder, texts, train_order, plan.settings, held_out=False)
+    if not statistics.supervised_tokens:
+        raise DataError(f"{plan.source.name} has no word to learn; dropped: {statistics.describe_dropped()}")
+    documents: list[HeldOutDocument] = []
+    if len(eval_order):
+        documents = _write_rows(folder / "eval.arrow", encoder, eval_texts, eval_order, plan.settings, held_out=True)
     known.tokenizer.save_pretrained(folder / "tokenizer")
     described = {
         "books": asdict(statistics),
@@ -264,32 +266,19 @@ class _Encoder:
             self.statistics.unknown_words += unknown
 
 
-def _write_training_rows(folder: Path, encoder: _Encoder, texts: Texts, order: numpy.ndarray, plan: _Plan) -> None:
-    category_ids = numpy.zeros(len(texts), dtype=numpy.int32)
-    documents = encoder.documents(texts, order, category_ids, held_out=False, described=[])
-    rows = training_rows(documents, plan.settings, encoder.statistics)
-    schema = _with_category(training_schema(isolate=False))
-    rows = ({**row, "category_ids": int(category_ids[row["documents"][0]])} for row in rows)
-    write_arrow(folder / "train.arrow", schema, record_batches(rows, schema))
-    if not encoder.statistics.supervised_tokens:
-        raise DataError(f"{plan.source.name} has no word to learn; dropped: {encoder.statistics.describe_dropped()}")
-
-
-def _write_held_out_rows(
-    folder: Path, encoder: _Encoder, texts: Texts, order: numpy.ndarray, settings: DataSettings
+def _write_rows(
+    path: Path, encoder: _Encoder, texts: Texts, order: numpy.ndarray, settings: DataSettings, held_out: bool
 ) -> list[HeldOutDocument]:
-    described: list[HeldOutDocument] = []
-    if len(order):
-        category_ids = numpy.zeros(len(texts), dtype=numpy.int32)
-        documents = encoder.documents(texts, order, category_ids, held_out=True, described=described)
-        rows = held_out_rows(documents, settings, encoder.statistics)
-        schema = _with_category(held_out_schema())
-        rows = ({**row, "category_ids": int(category_ids[row["document"]])} for row in rows)
-        write_arrow(folder / "eval.arrow", schema, record_batches(rows, schema))
-    return described
-
-
-def _with_category(schema: pyarrow.Schema) -> pyarrow.Schema:
+    """Write the rows of one side to ``path``, and return its documents if they are held out."""
     import pyarrow
 
-    return schema.append(pyarrow.field("category_ids", pyarrow.int32()))
+    described: list[HeldOutDocument] = []
+    category_ids = numpy.zeros(len(texts), dtype=numpy.int32)
+    documents = encoder.documents(texts, order, category_ids, held_out, described)
+    schema = held_out_schema() if held_out else training_schema(isolate=False)
+    schema = schema.append(pyarrow.field("category_ids", pyarrow.int32()))
+    rows = (held_out_rows if held_out else training_rows)(documents, settings, encoder.statistics)
+    numbered = ((row["document"] if held_out else row["documents"][0], row) for row in rows)
+    with_category = ({**row, "category_ids": int(category_ids[number])} for number, row in numbered)
+    write_arrow(path, schema, record_batches(with_category, schema))
+    return described

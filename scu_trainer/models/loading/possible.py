@@ -32,9 +32,9 @@ WEIGHTS_PER_SIZE = 64
 """No layer of a model has more weights than this many times the square of the largest number in its configuration."""
 
 
-def require_sane_config(config_file: Path, what: str = "model") -> dict[str, Any]:
-    """Return the content of a config.json; ``what`` is what is loaded, for the message. Raises ModelError if it is not
-    a JSON object, or holds a number beyond MOST_PARTS or MOST."""
+def require_sane_config(config_file: Path, what: str = "model") -> None:
+    """Raise ModelError if a config.json is not a JSON object, or holds a number beyond MOST_PARTS or MOST. ``what`` is
+    what is loaded, for the message."""
     cannot = f"cannot load the {what} of {str(config_file.parent)!r}"
     try:
         config = json.loads(read_regular(config_file, MOST_FILE_BYTES))
@@ -51,7 +51,6 @@ def require_sane_config(config_file: Path, what: str = "model") -> dict[str, Any
         most = MOST_PARTS if _COUNT_NAME.search(name) and not _NOT_A_COUNT.search(name) else MOST
         if abs(value) > most:
             raise ModelError(f"{config_file}: {name} is {_shown(value)}; it must be {most:,} or less, correct it")
-    return config
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, int]]:

@@ -34,8 +34,8 @@ STEPS_OF_A_BYTE = 1.01
 class PixelInputs:
     """Forward pre-hook that turns uint8 ``pixel_values`` into what the model's image processor would make of them.
 
-    It takes (rows, channels, height, width) and returns the dtype of the model's weights. ``augmentation`` acts on values
-    from 0 to 1, which are then normalized with ``mean`` and ``deviation`` of each channel.
+    It takes (rows, channels, height, width) and returns the dtype of the model's weights. ``augmentation`` acts on
+    values from 0 to 1, which are then normalized with ``mean`` and ``deviation`` of each channel.
     """
 
     def __init__(
