@@ -63,7 +63,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
             )
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
         self.content = content
-        self.law = replace(curriculum_config_of(settings, rows_per_batch), fewest_rows=fewest_rows)
+        self.law = _law_of(settings, rows_per_batch, fewest_rows)
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_stale_epochs)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
@@ -255,10 +255,11 @@ class _WithPrefix(Mapping[str, numpy.ndarray]):
         return sum(1 for _ in self)
 
 
-def curriculum_config_of(settings: CurriculumSettings, rows_per_batch: int) -> control.CurriculumConfig:
+def _law_of(settings: CurriculumSettings, rows_per_batch: int, fewest_rows: int) -> control.CurriculumConfig:
     return control.CurriculumConfig(
         methods=settings.methods,
         rows_per_batch=rows_per_batch,
+        fewest_rows=fewest_rows,
         token_budget=settings.token_budget,
         window_epochs=settings.difficulty_stale_epochs,
         guard_max_fraction=settings.noise_guard_max_fraction,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.asking import evaluating, exact_products
-from scu_trainer.models.quantize import dequantized_by_torchao, stored_bits
+from scu_trainer.models.quantize import dequantized_by_torchao, quantized_modules, stored_bits
 
 if TYPE_CHECKING:
     import torch
@@ -215,7 +215,7 @@ def _unpacked_8bit(module: nn.Module) -> torch.Tensor:
 
 def merge_tolerance(adapter_model: nn.Module, dtype: torch.dtype) -> float:
     """Return the largest allowed result of ``check_merge`` for a model that is merged into ``dtype``."""
-    layers = [module for module in adapter_model.modules() if stored_bits(module) is not None]
+    layers = [layer for _, layer in quantized_modules(adapter_model)]
     if any(stored_bits(layer) == 8 for layer in layers):
         return MERGE_TOLERANCE["8-bit"]
     weights = {parameter.dtype for parameter in adapter_model.parameters()}

@@ -190,8 +190,7 @@ def stored_images(
     digest = digest_of(STORE_VERSION, source.identity, numbers.tolist(), kind.identity, skip_bad_rows)
     folder = cache_dir / "images" / digest
     build_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
-    described = json.loads((folder / "about.json").read_text())
-    return StoredImages(folder, kind.shape, DecodingStatistics(**{**described, "modes": Counter(described["modes"])}))
+    return StoredImages(folder, kind.shape, DecodingStatistics(**json.loads((folder / "about.json").read_text())))
 
 
 def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: PixelFormat, skip_bad_rows: bool) -> None:

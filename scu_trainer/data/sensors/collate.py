@@ -37,16 +37,14 @@ class SensorCollator:
             batch[name], batch[mask_name(name)] = _padded(
                 [row.get(name) for row in rows], ARRAY_FORMATS[name].kept_as, shape
             )
-        has = [[self._has(row, arrays) for arrays in BRANCHES.values()] for row in rows]
+        read = [[name for name in arrays if name in self.shapes] for arrays in BRANCHES.values()]
+        has = [[any(name in row for name in arrays) for arrays in read] for row in rows]
         batch["branch_mask"] = torch.tensor(has)
         if "labels" in rows[0]:
             batch["labels"] = torch.tensor([row["labels"] for row in rows])
         if "report_ids" in rows[0]:
             batch["report_ids"] = _padded_reports([row["report_ids"] for row in rows])
         return batch
-
-    def _has(self, row: Mapping[str, Any], arrays: Sequence[str]) -> bool:
-        return any(name in row for name in arrays if name in self.shapes)
 
 
 def mask_name(name: str) -> str:
