@@ -149,7 +149,10 @@ def _looks_like_a_path(name: str) -> bool:
 
 def nearest_in_folder(path: Path) -> str:
     """Return a "did you mean" phrase with the most similar name next to the missing ``path``, or ""."""
-    return did_you_mean(path.name, [item.name for item in path.parent.iterdir()]) if path.parent.is_dir() else ""
+    try:
+        return did_you_mean(path.name, os.listdir(path.parent))
+    except OSError:  # the folder is not there, or may not be listed
+        return ""
 
 
 # Files

@@ -142,11 +142,13 @@ def test_each_seed_is_a_run_of_its_own_and_their_spread_is_told(place, capsys):
         ({}, ["--use-cpu=yes"], "cpu"),
         ({"use_cpu": True}, ["--max_steps", "2"], "cpu"),
         ({"use_cpu": True}, ["--use_cpu", "false"], "auto"),
+        ({"no_cuda": True}, [], "cpu"),
     ],
 )
-def test_only_a_run_on_the_cpu_waits_for_no_gpu(entries, flags, device):
-    options = subject.parse_runs_words(["start"])
-    assert subject._device(options, entries, flags) == device
+def test_only_a_run_on_the_cpu_waits_for_no_gpu(tmp_path, entries, flags, device):
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(entries))
+    assert subject._device(subject.parse_runs_words(["start", "--config", str(file)]), flags) == device
 
 
 @pytest.mark.parametrize(

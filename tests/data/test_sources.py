@@ -44,6 +44,15 @@ def test_every_kind_of_table(source, tmp_path, suffix, jsonl):
     assert [record.place for record in result.read()][2] == f"{path.name} row 3"
 
 
+def test_a_missing_file_in_a_folder_that_may_not_be_listed(source, tmp_path, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("os.listdir", refuse)
+    with pytest.raises(DataError, match="rows.jsonl does not exist; looked at"):
+        source(tmp_path / "rows.jsonl")
+
+
 @pytest.mark.parametrize("rows_per_group", [4_000, 80_000])
 def test_memory_does_not_grow_with_a_parquet_file(source, tmp_path, rows_per_group):
     path = tmp_path / "rows.parquet"

@@ -15,7 +15,7 @@ from scu_trainer import shipped
 from scu_trainer.cli.background import screens
 from scu_trainer.cli.background.seeds import SEED_INFIX, configuration_with_seed, runs_of, seeds_of, spread_lines
 from scu_trainer.cli.configuration import check_early
-from scu_trainer.cli.configuration_file import read_file
+from scu_trainer.cli.configuration_file import entries_by_our_names, read_file
 from scu_trainer.cli.fields import check_known
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.names.known import known_names
@@ -173,7 +173,7 @@ def start_runs(options: argparse.Namespace, flags: Sequence[str], hands: RunBack
     check_early(options.config, flags)
     name = options.name or _free_name(options, entries)
     settings = Options(
-        options.launcher, _device(options, entries, flags), options.nice, options.threads,
+        options.launcher, _device(options, flags), options.nice, options.threads,
         options.max_ram_percent, options.max_gpu_percent, options.numa_node,
     )  # fmt: skip
     seeds = seeds_of(entries, flags)
@@ -221,9 +221,10 @@ def _free_name(options: argparse.Namespace, entries: dict) -> str:
     return free_name(wanted, taken)
 
 
-def _device(options: argparse.Namespace, entries: dict, flags: Sequence[str]) -> str:
+def _device(options: argparse.Namespace, flags: Sequence[str]) -> str:
     """Return the device to wait for. A run that uses no GPU must not wait for one."""
-    uses_cpu = is_on({**entries, **dict(flags_of(flags))}.get("use_cpu"))
+    in_file = {} if options.config is None else entries_by_our_names(options.config, known_names()).entries
+    uses_cpu = is_on({**in_file, **dict(flags_of(flags))}.get("use_cpu"))
     return "cpu" if uses_cpu and options.device == "auto" else options.device
 
 
