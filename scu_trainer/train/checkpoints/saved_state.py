@@ -120,8 +120,6 @@ def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
     """Return why ``value``, from JSON, is not a ``hint``; None if it is. An int passes as a float, and a float may be
     None, because JSON has no NaN."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return None
     if origin in (typing.Union, types.UnionType):
         fits = any(misfit(value, part, name) is None for part in parts)
         return None if fits else _as_line(name, value)
@@ -135,18 +133,13 @@ def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
     if origin is tuple and parts[-1] is Ellipsis:
         return misfit(value, list[parts[0]], name)
     if origin is tuple:  # JSON writes a tuple as a list
-        fits = isinstance(value, list) and len(value) == len(parts)
-        if not fits:
+        if not isinstance(value, list) or len(value) != len(parts):
             return _as_line(name, value)
-        return _first_not_none(misfit(item, part, name) for item, part in zip(value, parts, strict=True))
+        return _first(misfit(item, part, name) for item, part in zip(value, parts, strict=True))
     if not isinstance(value, origin or hint):
         return _as_line(name, value)
-    inner = parts[0] if origin is list else None
-    return (
-        _first_not_none(misfit(item, inner, f"{name}[{i}]") for i, item in enumerate(value))
-        if inner is not None
-        else None
-    )
+    items = enumerate(value) if origin is list else ()
+    return _first(misfit(item, parts[0], f"{name}[{i}]") for i, item in items)
 
 
 def _misfit_of_dataclass(value: Any, kind: type, name: str) -> Optional[str]:
@@ -166,14 +159,14 @@ def _misfit_of_dataclass(value: Any, kind: type, name: str) -> Optional[str]:
         except NOT_A_STATE as error:
             return f"{name}: {type(error).__name__} {error}"
     plain = {key: hint for key, hint in hints.items() if key in value and not hasattr(hint, "from_dict")}
-    return _first_not_none(misfit(value[key], hint, f"{name}.{key}") for key, hint in plain.items())
+    return _first(misfit(value[key], hint, f"{name}.{key}") for key, hint in plain.items())
 
 
 def _misfit_of_keys(content: dict[str, Any], shape: dict[str, Any]) -> Optional[str]:
     missing = next((key for key in shape if key not in content), None)
     if missing is not None:
         return f"{missing} is missing"
-    return _first_not_none(misfit(content[key], hint, key) for key, hint in shape.items())
+    return _first(misfit(content[key], hint, key) for key, hint in shape.items())
 
 
 def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
@@ -182,7 +175,7 @@ def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
     if "cost" in state:
         return misfit(state["cost"]["observations"], list[tuple[int, int, int]], "state.cost.observations")
     watches = [(content[name], shape) for name, shape in WATCHES.items() if content.get(name) is not None]
-    return _first_not_none(_misfit_of_keys(watch, shape) for watch, shape in watches)
+    return _first(_misfit_of_keys(watch, shape) for watch, shape in watches)
 
 
 def _as_line(name: str, value: Any) -> str:
@@ -190,5 +183,5 @@ def _as_line(name: str, value: Any) -> str:
     return f"{name} is {text if len(text) <= 40 else text[:37] + '...'}"
 
 
-def _first_not_none(found: typing.Iterable[Optional[str]]) -> Optional[str]:
-    return next((text for text in found if text is not None), None)
+def _first(found: typing.Iterable[Optional[str]]) -> Optional[str]:
+    return next(filter(None, found), None)

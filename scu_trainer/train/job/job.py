@@ -214,7 +214,7 @@ class Job:
 
     def steps_of_epoch(self, rows: int) -> int:
         training = self.training
-        batches = rows / (training.per_device_train_batch_size * max(1, training.n_gpu) * training.world_size)
+        batches = rows / (training.train_batch_size * training.world_size)
         batches = math.floor(batches) if training.dataloader_drop_last else math.ceil(batches)
         return max(1, math.ceil(batches / training.gradient_accumulation_steps))
 

@@ -304,7 +304,7 @@ def is_schedule_free(training: TrainingArguments) -> bool:
 def check_schedule_free(
     training: TrainingArguments,
     regularization: Optional[RegularizationSettings],
-    efficiency: Optional[EfficiencySettings],
+    efficiency: EfficiencySettings,
     own: Optional[str] = None,
 ) -> None:
     """Raise SettingsError for settings that contradict a schedule-free optimizer.
@@ -318,7 +318,7 @@ def check_schedule_free(
         _check_schedule(training, efficiency)
     optim = own or f"optim: {as_typed(training.optim)}"
     steers = regularization is not None and regularization.steers
-    check_own_schedule_free(optim, steers, efficiency is not None and efficiency.ema_decay is not None)
+    check_own_schedule_free(optim, steers, efficiency.ema_decay is not None)
 
 
 def check_own_schedule_free(optim: str, steers: bool, averages: bool) -> None:
@@ -334,13 +334,12 @@ def check_own_schedule_free(optim: str, steers: bool, averages: bool) -> None:
     )
 
 
-def _check_schedule(training: TrainingArguments, efficiency: Optional[EfficiencySettings]) -> None:
+def _check_schedule(training: TrainingArguments, efficiency: EfficiencySettings) -> None:
     optim, kind = as_typed(training.optim), as_typed(training.lr_scheduler_type)
-    steps = efficiency is not None and efficiency.has_lr_steps
     require(
-        kind == "constant" and not steps,
+        kind == "constant" and not efficiency.has_lr_steps,
         f"optim: {optim} replaces the schedule, but lr_scheduler_type is {kind}"
-        f"{' with learning rate steps' if steps else ''}; set only lr_scheduler_type: constant",
+        f"{' with learning rate steps' if efficiency.has_lr_steps else ''}; set only lr_scheduler_type: constant",
     )
     require(
         not 0 < training.warmup_steps < 1,

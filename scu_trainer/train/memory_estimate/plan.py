@@ -45,6 +45,7 @@ from scu_trainer.train.memory_estimate.shapes import RowShapes, Step
 from scu_trainer.train.memory_estimate.skeleton import model_from_configuration
 from scu_trainer.train.memory_estimate.step import EstimatedStep, tensors_of, trace
 from scu_trainer.train.preflight.optimization import optimizer_name
+from scu_trainer.train.step.distributed.deepspeed_rules import zero_stage
 from scu_trainer.train.tasks.common import checkpoints_activations
 from scu_trainer.train.tasks.packing import Packing
 
@@ -74,10 +75,8 @@ def choice_of(job: Job) -> SettingChoice:
 
 def divided_by_zero3(job: Job) -> Optional[str]:
     """Return what the prediction, for a process with all weights, leaves out under ZeRO-3; None without ZeRO-3."""
-    zero = getattr(job.training, "hf_deepspeed_config", None)
-    if zero is None or not zero.is_zero3():
-        return None
-    return "what ZeRO-3 saves by dividing weights among processes or moving them to main memory"
+    saves = "what ZeRO-3 saves by dividing weights among processes or moving them to main memory"
+    return saves if zero_stage(job.training) == 3 else None
 
 
 def with_choice(job: Job, choice: SettingChoice) -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -197,21 +197,14 @@ def trained_sizes(model: nn.Module, weights: Sequence[nn.Parameter]) -> Trainabl
 # -- what is traced ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _TrainerAttributes:
-    """The attributes of a Trainer that ``model_loss`` reads, before there is a Trainer."""
-
-    model: nn.Module
-    args: Any
-    is_fsdp_enabled: bool
-    label_smoother: Optional[float]
-    compute_loss_func: Any = None
-
-
-def _trainer_attributes(job: Job, model: nn.Module) -> _TrainerAttributes:
-    training = job.training
-    return _TrainerAttributes(
-        model, training, bool(training.fsdp), training.label_smoothing_factor or None, job.model.teacher
+def _trainer_attributes(job: Job, model: nn.Module) -> SimpleNamespace:
+    """Return the attributes of a Trainer that ``model_loss`` reads, before there is a Trainer."""
+    return SimpleNamespace(
+        model=model,
+        args=job.training,
+        is_fsdp_enabled=bool(job.training.fsdp),
+        label_smoother=job.training.label_smoothing_factor or None,
+        compute_loss_func=job.model.teacher,
     )
 
 

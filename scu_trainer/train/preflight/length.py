@@ -85,11 +85,11 @@ def before_loading(job: Job) -> Iterator[Finding]:
 
 
 def before_training(job: Job, train: Any) -> Iterator[Finding]:
-    training = job.training
-    rows = len(train) if has_length(train) else None
-    if rows is not None:
-        yield from _check_batches(job, rows)
-    if rows is not None and training.max_steps <= 0:
+    if not has_length(train):
+        return
+    rows = len(train)
+    yield from _check_batches(job, rows)
+    if job.training.max_steps <= 0:
         steps = job.planned_steps(rows)
         if 0 < steps < FEWEST_STEPS:
             yield FEW_STEPS.found(f"{rows:,} rows in steps of {rows_per_step(job):,} are {steps} steps in all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -11,7 +12,7 @@ from transformers import set_seed
 
 from scu_trainer.errors import DataError, ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
-from scu_trainer.models.loading.adapters import CAUSAL, AdapterPlan, active_config
+from scu_trainer.models.loading.adapters import AdapterPlan, active_config
 from scu_trainer.models.loading.load import prepare_for_tuning
 from scu_trainer.models.loading.names import is_adapter
 from scu_trainer.models.quantize import quantized_line
@@ -21,11 +22,6 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job, checkpoint_bytes
 from scu_trainer.train.step.costs import bytes_before_model
 from scu_trainer.train.step.distributed.sharded import weight_count
-
-
-def print_reading(console: Console, name: str) -> None:
-    """Print what is read next, because that may take minutes."""
-    console.print(f"reading {name}", soft_wrap=True)
 
 
 def print_data_summary(console: Console, data: Any) -> None:
@@ -40,31 +36,22 @@ def seed_before_model(job: Job) -> Optional[int]:
 
 
 def tuned_components(
-    job: Job,
-    console: Console,
-    *,
-    settings: ModelSettings,
-    processor: Any,
-    data: Any,
-    model: torch.nn.Module,
-    collator: Any,
-    before_model_bytes: Optional[int],
-    adapters: AdapterPlan = CAUSAL,
+    job: Job, console: Console, loaded: TrainingComponents, settings: ModelSettings, adapters: AdapterPlan
 ) -> TrainingComponents:
-    """Prepare the model for tuning and check the disk space for its checkpoints. Raises a UserError if there is too
-    little, or if evaluations are on without held-out data.
+    """Prepare the ``loaded`` model for tuning and check the disk space for its checkpoints. Raises a UserError if there
+    is too little, or if evaluations are on without held-out data.
 
     ``settings``: the model settings of the job, with the name of the model filled in.
     """
-    if data.eval is None and job.training.eval_strategy != "no":
+    if loaded.data.eval is None and job.training.eval_strategy != "no":
         raise DataError(
             f"eval_strategy is {job.training.eval_strategy.value}, but {job.data.shown_dataset} has no held-out "
             "data; raise validation_split_percentage, give eval_dataset, or set eval_strategy: no"
         )
-    model = _prepared_for_tuning(model, settings, job, console, adapters)
+    model = _prepared_for_tuning(loaded.model, settings, job, console, adapters)
     averaged = job.efficiency.ema_decay is not None
     require_room(job.training.output_dir, checkpoint_bytes(model, job.training, averaged))
-    return TrainingComponents(processor, data, model, collator, before_model_bytes)
+    return replace(loaded, model=model)
 
 
 def teacher_settings(job: Job) -> Optional[ModelSettings]:

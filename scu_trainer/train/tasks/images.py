@@ -95,17 +95,8 @@ class ImageTask:
             _require_rows_for_statistics(model, view, job)
             _raise_min_batch_size(job, console)
         attach_pixel_inputs(model, view.processor, training_augmentation(job.own, view))
-        parts = tuned_components(
-            job,
-            console,
-            settings=job.model,
-            processor=view.processor,
-            data=data,
-            model=model,
-            collator=collate_images,
-            before_model_bytes=before_model_bytes,
-            adapters=_adapter_plan(model),
-        )
+        loaded = TrainingComponents(view.processor, data, model, collate_images, before_model_bytes)
+        parts = tuned_components(job, console, loaded, job.model, _adapter_plan(model))
         save_classes_with_adapter(parts.model)
         if teacher is not None:
             parts.teacher = load_scored_classifier(teacher, data.label_names, view).float()

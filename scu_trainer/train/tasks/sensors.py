@@ -205,17 +205,8 @@ class SensorTask:
         if own.branch_devices is not None:
             console.print(place_branches(model, own.branch_devices, device), soft_wrap=True)
         self._offload(job, model, console)
-        parts = tuned_components(
-            job,
-            console,
-            settings=settings,
-            processor=None,
-            data=data,
-            model=model,
-            collator=SensorCollator(shapes),
-            before_model_bytes=before_model_bytes,
-            adapters=adapter_plan(model, is_random),
-        )
+        loaded = TrainingComponents(None, data, model, SensorCollator(shapes), before_model_bytes)
+        parts = tuned_components(job, console, loaded, settings, adapter_plan(model, is_random))
         if teacher is not None:
             parts.teacher = load_scored_trident(teacher, own, heads, shapes)
         if own.checkpoint_branches is not None:

@@ -46,7 +46,6 @@ from scu_trainer.train.retention.sampled import sampled_text
 from scu_trainer.train.tasks.common import (
     checkpoints_activations,
     print_data_summary,
-    print_reading,
     require_same_as_student,
     seed_before_model,
     teacher_settings,
@@ -90,11 +89,11 @@ class TextTask:
         seed, name = effective_data_seed(job.training), settings.model_name_or_path
         data_options = {"seed": seed, "cache_dir": cache_dir, "model_name": name}
         anchor_options = {"tokenizer": tokenizer, **data_options}
-        print_reading(console, f"the data: {job.data.shown_dataset}")
+        console.print(f"reading the data: {job.data.shown_dataset}", soft_wrap=True)  # may take minutes
         data = prepare(packing.applied(job.data), tokenizer, **data_options)
         print_data_summary(console, data)
         anchor = _read_anchor(job, packing.applied(job.data), data, anchor_options)
-        print_reading(console, f"the model: {job.model.model_name_or_path or 'the embedded base'}")
+        console.print(f"reading the model: {job.model.model_name_or_path or 'the embedded base'}", soft_wrap=True)
         before_model_bytes = seed_before_model(job)
         model = load_model(settings, device=device, placement=placement)
         if is_adapter(start):
@@ -109,17 +108,8 @@ class TextTask:
             anchor = _read_anchor(job, tested_packing.applied(job.data), data, anchor_options)
         if job.data.packing:
             console.print(tested_packing.line(), soft_wrap=True)
-        parts = tuned_components(
-            job,
-            console,
-            settings=settings,
-            processor=tokenizer,
-            data=data,
-            model=model,
-            collator=Collator.of(tokenizer),
-            before_model_bytes=before_model_bytes,
-            adapters=replace(CAUSAL, new_rows=new_rows),
-        )
+        loaded = TrainingComponents(tokenizer, data, model, Collator.of(tokenizer), before_model_bytes)
+        parts = tuned_components(job, console, loaded, settings, replace(CAUSAL, new_rows=new_rows))
         if job.retention.retain == SAMPLED:
             if placement is None and settings.tuning != "qlora":
                 parts.model.to(device)

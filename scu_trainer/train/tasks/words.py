@@ -78,17 +78,8 @@ class WordTask:
         else:
             model = load_model(job.model, device=job.training.device)
             console.print(f"words, categories and sizes: those of {job.model.model_name_or_path}", soft_wrap=True)
-        parts = tuned_components(
-            job,
-            console,
-            settings=job.model,
-            processor=data.tokenizer,
-            data=data,
-            model=model,
-            collator=collator_of(data),
-            before_model_bytes=before_model_bytes,
-            adapters=AdapterPlan(targets=list(ADAPTED)),
-        )
+        loaded = TrainingComponents(data.tokenizer, data, model, collator_of(data), before_model_bytes)
+        parts = tuned_components(job, console, loaded, job.model, AdapterPlan(targets=list(ADAPTED)))
         if teacher is not None:
             parts.teacher = load_for_evaluation(job.model.teacher, teacher)
         return parts
