@@ -124,7 +124,7 @@ class Figures(NamedTuple):
 def of_run(folder: Path, train_s: Optional[float] = None) -> Figures:
     """Return the figures of a finished run of ``task: word-generation``, on the texts that it held out."""
     from scu_trainer.cli.subjects import split_seed, subject_of
-    from scu_trainer.train.job.source import Source
+    from scu_trainer.train.job.components import Source
     from scu_trainer.train.tasks.words import WordTask
 
     subject, task = subject_of(str(folder)), WordTask()

@@ -33,8 +33,8 @@ from scu_trainer.models.vision.view import View, view_of
 from scu_trainer.settings import CurriculumSettings, DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.tasks import KINDS, TaskSettings
+from scu_trainer.train.job.components import Source
 from scu_trainer.train.job.job import Job
-from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.images import ImageTask
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import fail_above_tokens, fail_in_backward

@@ -40,7 +40,7 @@ def one_step(regularizer, step: int, losses=(1.0,), items=60.0, move: float = 0.
         weight.add_(move)
     for loss in losses:
         regularizer.observe_loss(torch.tensor(loss))
-    return regularizer.after_optimizer_step(step, rate, items, **{"reduce": lambda tensor: tensor, **ranks})
+    return regularizer.after_optimizer_step(step, rate, items, **{"mean_over_ranks": lambda tensor: tensor, **ranks})
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_a_run_that_begins_without_a_token_to_learn_is_measured_from_the_first_o
     """Of prompts alone: there is no N yet. The step counts in it later, one of two with tokens."""
     regularizer = started(tokens=None)
     assert one_step(regularizer, 1, losses=(0.0,), items=0.0) is None
-    regularizer.share_interval(lambda tensor: 2 * tensor, processes=2)
+    regularizer.share_interval(lambda tensor: tensor)
     row = one_step(regularizer, 2, losses=(1.0,), items=60.0)
     assert row["data_bpt"] == pytest.approx(1 / math.log(2.0)) and regularizer.progress.tokens_n == 60 / 2 * 10
 
@@ -98,15 +98,15 @@ def test_two_ranks_see_the_mean_over_all_tokens(average_tokens_across_devices):
 
     def collect(tensor):
         parts.append(tensor)
-        return 2.0 * tensor
+        return tensor
 
     for rank, loss, count in zip(ranks, losses, items, strict=True):
-        one_step(rank, 1, [loss], count, reduce=collect, processes=2)
-    total = sum(parts)
+        one_step(rank, 1, [loss], count, mean_over_ranks=collect)
+    mean = sum(parts) / 2
     rows = []
     for loss, count in zip(losses, items, strict=True):
         rank = started(tokens=None)
-        rows.append(one_step(rank, 1, [loss], count, reduce=lambda tensor: total, processes=2))
+        rows.append(one_step(rank, 1, [loss], count, mean_over_ranks=lambda tensor: mean))
         assert rank.progress.tokens_n == pytest.approx(60.0 * 10)
     assert rows[0] == rows[1]
     assert rows[0]["loss"] == pytest.approx(40.0 / 60.0)

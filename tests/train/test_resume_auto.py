@@ -409,16 +409,17 @@ def test_two_ranks_decide_together(tmp_path):
 
 def test_a_node_that_was_replaced_learns_of_the_restart(monkeypatch):
     """It counts no restart itself; the oldest launcher tells since when the launch goes on."""
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda seen: [*seen, (1, 50.0)])
+    monkeypatch.setattr(subject, "gather_object", lambda seen: [*seen, (1, 50.0)])
     monkeypatch.setattr(subject, "_launcher_began_s", lambda: 90.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert subject.restarted_since_s(2) == 50.0
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda seen: [*seen, (0, 50.0)])
-    assert subject.restarted_since_s(2) is None
+    assert subject.restarted_since_s() == 50.0
+    monkeypatch.setattr(subject, "gather_object", lambda seen: [*seen, (0, 50.0)])
+    assert subject.restarted_since_s() is None
+    monkeypatch.setattr(subject, "gather_object", lambda seen: seen)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert subject.restarted_since_s(1) == 90.0
+    assert subject.restarted_since_s() == 90.0
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
-    assert subject.restarted_since_s(1) is None
+    assert subject.restarted_since_s() is None
 
 
 # -- through the command -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from scu_trainer.settings import (
 )
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SYNTHETIC, SensorSettings
 from scu_trainer.train.evaluation.classification import score_samples
-from scu_trainer.train.job.source import Source
+from scu_trainer.train.job.components import Source
 from scu_trainer.train.tasks.sensors import SensorTask
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge, fail_above_tokens, fail_in_backward
@@ -368,7 +368,7 @@ def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings,
 
 def test_the_trained_model_is_scored_on_what_it_has_not_seen(base, recordings):
     from scu_trainer.cli.subjects import held_out_settings, subject_of
-    from scu_trainer.train.job.source import Source
+    from scu_trainer.train.job.components import Source
 
     subject = subject_of(str(base))
     data, seed = held_out_settings(subject, {}, 0)

@@ -99,7 +99,7 @@ class EvaluationRequest:
         return scores
 
     def _parts(self, subject: Subject) -> TrainingComponents:
-        from scu_trainer.train.job.source import Source
+        from scu_trainer.train.job.components import Source
 
         source = Source(
             subject.model, self.settings, self._settings_of(subject), self.seed, self.windows, self.owner.model

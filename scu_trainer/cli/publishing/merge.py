@@ -309,7 +309,7 @@ def disk_errors_reported(folder: Path) -> Iterator[None]:
 def load_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
     """Load the model with the data of its run or, for text if they are gone, with ``FALLBACK_DATASET``. Returns the
     components, and a description of the rows to check on."""
-    from scu_trainer.train.job.source import Source
+    from scu_trainer.train.job.components import Source
 
     task, seed = task_of(subject.task), split_seed(subject.run) if subject.run else 0
     task_settings = subject.own(subject.task)

@@ -150,7 +150,7 @@ def prune(
     Raises UserError.
     """
     from scu_trainer.train.evaluation.scoring import bootstrap_difference
-    from scu_trainer.train.job.source import Source
+    from scu_trainer.train.job.components import Source
 
     learned, task = with_source_run(subject), task_of(subject.task)
     data, seed = held_out_settings(learned, data_options, seed)

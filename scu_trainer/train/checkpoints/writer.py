@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
+from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
@@ -184,11 +185,7 @@ class CheckpointWriter:
             newest = next(iter(files.checkpoints(run)), None) if run.is_dir() else None
             self._written_bytes = 0 if newest is None else files.size_bytes(newest)
         free, took = free_bytes(run), self._written_bytes
-        enough = free >= ROOM * took
-        if self.trainer.args.world_size > 1:
-            from accelerate.utils import gather_object
-
-            enough = all(gather_object([enough]))
+        enough = all(gather_object([free >= ROOM * took]))
         return None if enough else f"the disk has {format_bytes(free)} free, and the last one took {format_bytes(took)}"
 
     def _continue_without(self, staging: Path, final: Path, problem: str) -> None:

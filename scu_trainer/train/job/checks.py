@@ -6,7 +6,7 @@ import os
 from typing import Optional
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import DynamoBackend, parse_flag_from_env
 from transformers import TrainingArguments
 
 from scu_trainer.data.sources import require_existing_path
@@ -87,8 +87,6 @@ def check_launcher(training: TrainingArguments) -> None:
 
 def check_text_values(training: TrainingArguments) -> None:
     """Check text values that the stock Trainer reads only after the run has started."""
-    from accelerate.utils import DynamoBackend
-
     backend = training.torch_compile_backend
     known = [item.value.lower() for item in DynamoBackend]
     require(

@@ -1,4 +1,4 @@
-"""The components that a job needs for training; each task (``tasks/``) creates them."""
+"""What a task (``tasks/``) loads: the components of a training, or a trained model and the rows to score it on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+
+from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.train.evaluation.sliding import Windows
 
 
 @dataclass
@@ -29,3 +32,20 @@ class TrainingComponents:
     teacher: Optional[torch.nn.Module] = None
     anchor: Any = None
     load_base: Optional[Callable[[], torch.nn.Module]] = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained model and its held-out rows.
+
+    ``model.model_name_or_path``: the model to load. ``own``: the task's settings. ``seed``: seed of the held-out split.
+    ``windows``: sliding windows for documents that are longer than a row; None: the rows that training evaluates.
+    ``tokenizer_of``: the model whose tokenizer and chat template turn text into rows; None: this model.
+    """
+
+    model: ModelSettings
+    data: DataSettings
+    own: Any
+    seed: int
+    windows: Optional[Windows] = None
+    tokenizer_of: Optional[ModelSettings] = None

@@ -42,8 +42,7 @@ from scu_trainer.train.job.checks import (
     check_text_values,
     check_training_optimizer,
 )
-from scu_trainer.train.job.components import TrainingComponents
-from scu_trainer.train.job.source import Source
+from scu_trainer.train.job.components import Source, TrainingComponents
 from scu_trainer.train.loops.guard.spikes import check_spike_guard
 from scu_trainer.train.loops.weight_average import check_schedule_free
 from scu_trainer.train.run_directory.resume import check_resumable

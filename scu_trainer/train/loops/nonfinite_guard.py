@@ -359,10 +359,8 @@ class NonFiniteGuard(Loop):
         if not step:
             return "No step was taken, so nothing is lost"
         folder = run_folder(trainer) / f"checkpoint-{step}"
-        exists = [(folder / "trainer_state.json").is_file()]
-        if trainer.accelerator.num_processes > 1:
-            broadcast_object_list(exists)
-        if not exists[0]:
+        (exists,) = broadcast_object_list([(folder / "trainer_state.json").is_file()])
+        if not exists:
             trainer._save_checkpoint(trainer.model_wrapped, trainer._trial)
             trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
         if not folder.is_dir():

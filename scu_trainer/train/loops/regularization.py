@@ -114,8 +114,7 @@ class RegularizationLoop(Loop):
             self.regularizer.add_penalty(loss_scale)
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        accelerator = self.trainer.accelerator
-        if accelerator.optimizer_step_was_skipped:
+        if self.trainer.accelerator.optimizer_step_was_skipped:
             self.regularizer.discard_step()
             return
         rate = self.trainer.rate_of_step
@@ -125,8 +124,7 @@ class RegularizationLoop(Loop):
                 # with torchao the rate is a tensor
                 learning_rate=float(kwargs["optimizer"].param_groups[0]["lr"]) if rate is None else rate,
                 items=self._items_over_ranks(),
-                reduce=functools.partial(_sum_over_ranks, accelerator),
-                processes=accelerator.num_processes,
+                mean_over_ranks=self._mean_over_ranks,
             )
             if row is not None:
                 self._record_decision(row, state.global_step + 1, control)
@@ -145,6 +143,14 @@ class RegularizationLoop(Loop):
         if self._items is None or self.trainer.args.average_tokens_across_devices:
             return self._items
         return self._items * self.trainer.accelerator.num_processes
+
+    def _mean_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        accelerator = self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return tensor
+        # Not every device has float64; for three numbers float32 is precise enough.
+        total = accelerator.reduce(tensor.float().to(accelerator.device), reduction="sum").cpu().double()
+        return total / accelerator.num_processes
 
     @contextlib.contextmanager
     def _timed(self):
@@ -179,8 +185,8 @@ class RegularizationLoop(Loop):
         return {**self.regularizer.state_dict(), "last_row": self.last_row}
 
     def save_state(self, folder: str) -> None:
-        accelerator = self.trainer.accelerator
-        self.regularizer.share_interval(functools.partial(_sum_over_ranks, accelerator), accelerator.num_processes)
+        if self.trainer.accelerator.num_processes > 1:
+            self.regularizer.share_interval(self._mean_over_ranks)
         # Base weights are loaded again on resume, but adapters start at random values, which would be lost.
         has_adapters = hasattr(self.trainer.model, "peft_config")
         prior = self.regularizer.prior.state_dict() if has_adapters and self.trainer.args.should_save else {}
@@ -302,10 +308,3 @@ def _tracking(regularizer: Regularizer, rows: list[dict[str, Any]], target: Opti
         [row["step"] for row in held], [row["s_ema"] for row in held], target, [row["saturated"] for row in held]
     )
     return asdict(tracking)
-
-
-def _sum_over_ranks(accelerator, tensor):
-    if accelerator.num_processes == 1:
-        return tensor
-    # Not every device has float64; for three numbers float32 is precise enough.
-    return accelerator.reduce(tensor.float().to(accelerator.device), reduction="sum").cpu().double()

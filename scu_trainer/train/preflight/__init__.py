@@ -29,9 +29,8 @@ from scu_trainer.train.preflight import (
     surroundings,
     weights,
 )
-from scu_trainer.train.preflight.catalogue import CHECKS
 from scu_trainer.train.preflight.finding import Check, Finding
-from scu_trainer.train.preflight.report import report
+from scu_trainer.train.preflight.report import CHECKS, report
 
 __all__ = ["CHECKS", "Check", "Finding", "before_loading", "before_training", "report"]
 

@@ -1,4 +1,4 @@
-"""Print the findings, and end a run that has errors."""
+"""All checks by id, for the documentation and for their number; printing the findings, and ending a run with errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,24 @@ from rich.text import Text
 
 from scu_trainer.errors import PreflightError
 from scu_trainer.figures import count_text
-from scu_trainer.train.preflight.catalogue import MISTAKE_COUNT
-from scu_trainer.train.preflight.finding import Finding
+from scu_trainer.train.preflight import (
+    classes,
+    columns,
+    counts,
+    length,
+    optimization,
+    pitfalls,
+    plan,
+    room,
+    rows,
+    surroundings,
+    weights,
+)
+from scu_trainer.train.preflight.finding import Check, Finding
+
+MODULES = (optimization, pitfalls, length, surroundings, columns, counts, rows, classes, weights, room, plan)
+CHECKS = {check.id: check for module in MODULES for check in vars(module).values() if isinstance(check, Check)}
+MISTAKE_COUNT = sum(check.level != "note" for check in CHECKS.values())
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 

@@ -165,13 +165,12 @@ class Regularizer:
         step: int,
         learning_rate: float,
         items: Optional[torch.Tensor],
-        reduce: Callable[[torch.Tensor], torch.Tensor],
-        processes: int = 1,
+        mean_over_ranks: Callable[[torch.Tensor], torch.Tensor],
     ) -> Optional[dict[str, Any]]:
         """Decay the weights with the current lambda; every ``control_frequency`` steps, measure and decide again.
 
         ``step``: number of this optimizer step, from 1. ``items``: supervised tokens of the window; their mean over
-        ranks must be the tokens of all ranks. ``reduce``: sums a tensor over ranks.
+        ranks must be the tokens of all ranks.
 
         Returns the history row of a decision, or None between decisions. If nothing is steered, a decision is only a
         measurement, and lambda stays 0.
@@ -183,7 +182,7 @@ class Regularizer:
             self.state = control.with_applied_shrink(self.state, shrink)
         if step % self._decision_interval and step != self.law.max_steps:
             return None
-        measurement = self._measure(step, learning_rate, reduce, processes)
+        measurement = self._measure(step, learning_rate, mean_over_ranks)
         if measurement is None:
             return None
         self.state = control.decide(self.law, self.state, measurement)
@@ -213,9 +212,7 @@ class Regularizer:
         self._losses.clear()
         self._interval.append((loss, 1.0 if items is None else items))
 
-    def _measure(
-        self, step: int, learning_rate: float, reduce: Callable, processes: int
-    ) -> Optional[control.Measurement]:
+    def _measure(self, step: int, learning_rate: float, mean_over_ranks: Callable) -> Optional[control.Measurement]:
         """Return the measurement; None while no token was learned, so that N cannot be estimated yet. The steps up to
         then count in the next measurement."""
         steps, (losses, counts) = len(self._interval), zip(*self._interval, strict=True)
@@ -223,10 +220,9 @@ class Regularizer:
         distance, read = self.prior.squared_distance_with([*losses, *counts])
         add = partial(_own_share, read[:steps], read[steps:], distance)
         own = second_try(add, "adding up the losses since the last decision")
-        # Under DDP, every rank holds its own share of the loss and the same weights. The sum makes loss and tokens
-        # global, and the mean makes the distance equal: ranks that round differently must not decay differently.
-        shared = reduce(own)
-        nats, tokens, squared_distance = (value / processes for value in shared.tolist())
+        # Under DDP, every rank holds its own share of the loss and the same weights. The mean makes loss and tokens
+        # global, and the distance equal: ranks that round differently must not decay differently.
+        nats, tokens, squared_distance = mean_over_ranks(own).tolist()
         if self.progress.tokens_n is None and not tokens:
             return None
         self._interval.clear()
@@ -242,15 +238,14 @@ class Regularizer:
             gain=self.progress.gain,
         )
 
-    def share_interval(self, reduce: Callable[[torch.Tensor], torch.Tensor], processes: int) -> None:
+    def share_interval(self, mean_over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace this rank's windows since the last decision by their mean over ranks, because one rank saves for all.
-        All ranks must call this before a checkpoint."""
-        if processes == 1 or not self._interval:
+        If there are several, all of them must call this before a checkpoint."""
+        if not self._interval:
             return
         own = torch.tensor([[float(loss) * float(items), float(items)] for loss, items in self._interval])
-        self._interval = [
-            (nats / items.clamp(min=1e-300), float(items)) for nats, items in reduce(own.double()) / processes
-        ]
+        shared = mean_over_ranks(own.double())
+        self._interval = [(nats / items.clamp(min=1e-300), float(items)) for nats, items in shared]
 
     # -- can it act, can it arrive -------------------------------------------------------------------------------------
 

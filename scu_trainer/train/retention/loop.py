@@ -224,9 +224,7 @@ class Retention(Loop):
         step_s = (time.perf_counter() - self._timed_from - (self.seconds - self._measuring_before)) / steps
         done, most_rows = self.trainer.state.global_step, len(self._measured)
         chosen = [control.measurement_schedule(step_s, self._row_s, done, max_steps, most_rows, self.seconds)]
-        if self.trainer.accelerator.num_processes > 1:
-            broadcast_object_list(chosen)
-        self._steps_between, self._sample_rows = chosen[0]
+        ((self._steps_between, self._sample_rows),) = broadcast_object_list(chosen)
         self._log(f"retain: {self._sample_rows} rows are measured every {self._steps_between} optimizer steps")
 
     def _measure(self, state: Any, flow: Any) -> None:

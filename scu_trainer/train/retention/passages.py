@@ -72,8 +72,6 @@ class Passages:
         accelerator = self._trainer.accelerator
         own = numbers[accelerator.process_index :: accelerator.num_processes]
         found = self._score_on_this_rank(own) if len(own) else numpy.zeros((0, 2))
-        if accelerator.num_processes == 1:
-            return found
         parts = gather_object([found])
         whole = numpy.empty((len(numbers), 2))
         for rank, part in enumerate(parts):

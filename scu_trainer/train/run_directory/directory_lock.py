@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainingArguments
 
 from scu_trainer.errors import RUN_AGAIN, StorageError, UserError
@@ -54,7 +55,7 @@ class RunDirectoryLock:
             wanted,
             Path(training.output_dir),
             ranks,
-            restarted_since_s(ranks),
+            restarted_since_s(),
             configuration,
             weights_only,
             launched_under(training),
@@ -121,14 +122,11 @@ def _validated_start(start: Start, request: Request) -> Start:
 
 def from_first_rank(decision: Callable[[], T], training: TrainingArguments) -> T:
     """Return ``decision()`` of rank 0 on all ranks. If it raises a UserError, all ranks raise it."""
-    outcome: list[Any] = [_result_or_error(decision) if training.process_index == 0 else None]
-    if training.world_size > 1:
-        from accelerate.utils import broadcast_object_list
-
-        broadcast_object_list(outcome)
-    if isinstance(outcome[0], UserError):
-        raise outcome[0]
-    return outcome[0]
+    own: Any = _result_or_error(decision) if training.process_index == 0 else None
+    (outcome,) = broadcast_object_list([own])
+    if isinstance(outcome, UserError):
+        raise outcome
+    return outcome
 
 
 def require_equal_ranks(found: dict[str, Any], training: TrainingArguments) -> None:
@@ -136,8 +134,6 @@ def require_equal_ranks(found: dict[str, Any], training: TrainingArguments) -> N
     command on each machine. A rank that differs would train something else, or wait for the others at another step."""
     if training.world_size == 1:
         return
-    from accelerate.utils import gather_object
-
     own = json.loads(json.dumps(found, default=str))
     different = changed_settings(from_first_rank(lambda: own, training), own, MACHINE_SETTINGS)
     rank = training.process_index

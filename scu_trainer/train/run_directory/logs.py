@@ -71,11 +71,11 @@ class _LogFile(logging.FileHandler):
 class RunLog:
     """The log records of one run, kept in memory until there is a directory for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: logging.Handler) -> None:
+        self.console = console
         self._buffer = logging.handlers.MemoryHandler(KEPT_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
         self._buffer.addFilter(_OncePerRun())
         self._handlers: list[logging.Handler] = [self._buffer]
-        self.console: logging.Handler = logging.NullHandler()
 
     def open(self, output_dir: Path) -> None:
         """Write records to ``output_dir``/logs/train.log from now on, beginning with those kept in memory."""
@@ -106,12 +106,11 @@ def run_log() -> Iterator[RunLog]:
     with without_collector(freeze=True):
         _import_logging_libraries()
     remember_environment()
-    log = RunLog()
     ours = logging.getLogger("scu_trainer")
     console = logging.StreamHandler(sys.stderr)
     console.setFormatter(RedactingFormatter("%(levelname)s: %(message)s"))
     console.setLevel(logging.WARNING)
-    log.console = console
+    log = RunLog(console)
     loggers = [ours, *map(logging.getLogger, LIBRARIES)]
     before = [(logger, list(logger.handlers), logger.propagate, logger.level) for logger in loggers]
     shown_by = warnings.showwarning

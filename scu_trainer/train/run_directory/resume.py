@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
 
+import psutil
+from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError
@@ -111,20 +113,15 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def restarted_since_s(world_size: int) -> Optional[float]:
+def restarted_since_s() -> Optional[float]:
     """Return when this launch began, in seconds since 1970, if it has restarted its processes; else None. Ranks on a
     replaced node know nothing of a restart, so the oldest launcher and the highest count apply."""
-    seen = [(restart_count(), _launcher_began_s())] if "TORCHELASTIC_RESTART_COUNT" in os.environ else [(0, 0.0)]
-    if world_size > 1:
-        from accelerate.utils import gather_object
-
-        seen = gather_object(seen)
+    own = (restart_count(), _launcher_began_s()) if "TORCHELASTIC_RESTART_COUNT" in os.environ else (0, 0.0)
+    seen = gather_object([own])
     return min(began_s for _, began_s in seen) if any(count > 0 for count, _ in seen) else None
 
 
 def _launcher_began_s() -> float:
-    import psutil
-
     return psutil.Process(os.getppid()).create_time()
 
 

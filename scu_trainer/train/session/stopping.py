@@ -18,6 +18,8 @@ from types import FrameType
 from typing import Any, Optional
 
 import psutil
+import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from scu_trainer.errors import RUN_AGAIN
@@ -167,15 +169,11 @@ class StopCallback(TrainerCallback):
         wanted = self.request.name is not None
         if self._group is None:
             return wanted
-        import torch
-
         flag = torch.tensor([int(wanted)])
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
 
 def _host_group() -> Any:
     """Return a group of all ranks over host memory: it waits for no device, and works after the launcher has died."""
-    import torch.distributed as dist
-
     return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import resource
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -195,9 +197,6 @@ def _evaluations(job: Job, steps: int, epochs: float) -> int:
 def _peak_bytes(job: Job) -> int:
     if job.training.device.type == "cuda":
         return torch.cuda.max_memory_reserved(job.training.device)
-    import resource
-    import sys
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(peak if sys.platform == "darwin" else peak * 1024, psutil.Process().memory_info().rss)
 

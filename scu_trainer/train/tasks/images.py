@@ -32,9 +32,8 @@ from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluation.scoring import DocumentScores
-from scu_trainer.train.job.components import TrainingComponents
+from scu_trainer.train.job.components import Source, TrainingComponents
 from scu_trainer.train.job.job import Job
-from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import (
     print_data_summary,
     require_same_as_student,

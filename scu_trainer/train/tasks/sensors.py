@@ -43,9 +43,8 @@ from scu_trainer.train.evaluation.classification import (
 )
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.fixtures.random_start import random_start
-from scu_trainer.train.job.components import TrainingComponents
+from scu_trainer.train.job.components import Source, TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
-from scu_trainer.train.job.source import Source
 from scu_trainer.train.tasks.common import (
     checkpoints_activations,
     print_data_summary,

@@ -37,9 +37,8 @@ from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, b
 from scu_trainer.train.evaluation.sliding import SlidingRows
 from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
 from scu_trainer.train.job.checks import check_packing
-from scu_trainer.train.job.components import TrainingComponents
+from scu_trainer.train.job.components import Source, TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
-from scu_trainer.train.job.source import Source
 from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.retention.choice import make_actuator_chooser
 from scu_trainer.train.retention.sampled import sampled_text

@@ -23,9 +23,8 @@ from scu_trainer.settings.base import require
 from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.settings.words import WordSettings
 from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, bpt_metrics, score_documents
-from scu_trainer.train.job.components import TrainingComponents
+from scu_trainer.train.job.components import Source, TrainingComponents
 from scu_trainer.train.job.job import Job
-from scu_trainer.train.job.source import Source
 from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.tasks.common import (
     print_data_summary,
