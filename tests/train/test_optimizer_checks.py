@@ -252,7 +252,8 @@ def test_a_schedule_free_optimizer_that_deepspeed_has_wrapped_is_refused():
     from schedulefree import AdamWScheduleFree
 
     wrapped = SimpleNamespace(optimizer=AdamWScheduleFree(llama(layers=1).parameters()))
-    loop = ScheduleFreeWeights(SimpleNamespace(optimizer=wrapped, is_deepspeed_enabled=True))
+    loop = ScheduleFreeWeights()
+    loop.trainer = SimpleNamespace(optimizer=wrapped, is_deepspeed_enabled=True)
     with pytest.raises(SettingsError, match=r"AdamWScheduleFree switches.*train without DeepSpeed"):
         loop.on_train_begin(None, None, None)
 

@@ -14,7 +14,7 @@ from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings
 from scu_trainer.settings.efficiency import EfficiencySettings, check_efficiency
-from scu_trainer.train.loops.rate_steps import make_step_schedule
+from scu_trainer.train.loops.rate_steps import RateSteps
 from scu_trainer.train.trainer import SCUTrainer
 from tests.tiny import Rows, arguments, llama, trained
 
@@ -37,10 +37,9 @@ def rates_of(optimizer, scheduler, steps: int) -> list[float]:
 
 def ours(settings: EfficiencySettings, warmup: int = 0, total: int = EPOCHS * PER_EPOCH) -> list[float]:
     optimizer = sgd()
-    scheduler = make_step_schedule(
-        settings, optimizer, steps_per_epoch=PER_EPOCH, total_steps=total, warmup_steps=warmup
-    )
-    return rates_of(optimizer, scheduler, total)
+    loop = RateSteps(settings)
+    loop.trainer = SimpleNamespace(args=SimpleNamespace(get_warmup_steps=lambda total_steps: warmup))
+    return rates_of(optimizer, loop.scheduler(optimizer, total, PER_EPOCH), total)
 
 
 @pytest.mark.parametrize(

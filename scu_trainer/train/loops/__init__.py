@@ -117,7 +117,7 @@ def make_loops(
         loops.append(_make_regularization(trainer, regularization, regularization_tokens))
     loops += _make_efficiency_loops(trainer, efficiency)
     if loops and may_be_schedule_free(trainer):
-        loops.append(ScheduleFreeWeights(trainer))
+        loops.append(ScheduleFreeWeights())
     if any(isinstance(loop, ASK_FOR_SKIPPED_STEPS) for loop in loops):
         loops.append(OverflowWatch())
     return sorted(loops, key=lambda loop: ORDER.index(type(loop)))
@@ -155,7 +155,7 @@ def _make_efficiency_loops(trainer: Trainer, settings: EfficiencySettings) -> li
     if settings.has_lr_steps:
         loops.append(RateSteps(settings))
     if settings.throughput:
-        loops.append(Throughput(trainer, settings.peak_tflops))
+        loops.append(Throughput(settings.peak_tflops))
     if settings.profile_steps:
         loops.append(Profile(settings.profile_steps))
     return loops

@@ -19,7 +19,12 @@ logger = logging.getLogger("scu_trainer")
 
 
 class RateSteps(Loop):
-    """Creates the learning rate schedule, and does nothing after that."""
+    """Creates the learning rate schedule, and does nothing after that.
+
+    Like ``torch.optim.lr_scheduler.StepLR`` or ``MultiStepLR`` with a linear warm-up, stepped per optimizer step.
+    Epochs are those of the run; the warm-up is part of the first ones. It is a ``LambdaLR``, because its position can
+    be set when a curriculum makes epochs shorter.
+    """
 
     name = "rate_steps"
 
@@ -33,32 +38,16 @@ class RateSteps(Loop):
                 "lr_step_size and lr_milestones count epochs, but their length is only known inside train(); let "
                 "train() create the schedule, or pass your own: optimizers=(optimizer, scheduler)"
             )
-        return make_step_schedule(
-            self.settings,
-            optimizer,
-            steps_per_epoch=steps_per_epoch,
-            total_steps=total_steps,
-            warmup_steps=self.trainer.args.get_warmup_steps(total_steps),
-        )
-
-
-def make_step_schedule(
-    settings: EfficiencySettings, optimizer: Optimizer, *, steps_per_epoch: int, total_steps: int, warmup_steps: int
-) -> LambdaLR:
-    """Return ``torch.optim.lr_scheduler.StepLR`` or ``MultiStepLR`` with a linear warm-up, stepped per optimizer step.
-
-    Epochs are those of the run; the warm-up is part of the first ones. It is a ``LambdaLR``, because its position can
-    be set when a curriculum makes epochs shorter.
-    """
-    drops = _drop_counter(settings, steps_per_epoch, total_steps)
-    if not drops(total_steps - 1):
-        logger.warning(
-            "the learning rate never drops: lr_step_size or the first of lr_milestones is after the end of the run "
-            "(%d steps, %d per epoch)",
-            total_steps,
-            steps_per_epoch,
-        )
-    return LambdaLR(optimizer, functools.partial(_factor, drops, settings.lr_gamma, warmup_steps))
+        drops = _drop_counter(self.settings, steps_per_epoch, total_steps)
+        if not drops(total_steps - 1):
+            logger.warning(
+                "the learning rate never drops: lr_step_size or the first of lr_milestones is after the end of the run "
+                "(%d steps, %d per epoch)",
+                total_steps,
+                steps_per_epoch,
+            )
+        warmup_steps = self.trainer.args.get_warmup_steps(total_steps)
+        return LambdaLR(optimizer, functools.partial(_factor, drops, self.settings.lr_gamma, warmup_steps))
 
 
 def _factor(drops: Callable[[float], int], gamma: float, warmup_steps: int, position: float) -> float:

@@ -55,8 +55,8 @@ class Throughput(Loop):
 
     name = "throughput"
 
-    def __init__(self, trainer: Trainer, peak_tflops: Optional[float] = None, counts_flops: bool = True) -> None:
-        self.trainer, self._stated_tflops = trainer, peak_tflops
+    def __init__(self, peak_tflops: Optional[float] = None, counts_flops: bool = True) -> None:
+        self._stated_tflops = peak_tflops
         self.count: Optional[FlopCount] = None
         self.peak: Optional[Peak] = None
         self.reasons: list[str] = []
@@ -177,4 +177,4 @@ def _in_flops(tflops: float) -> str:
 def measure_pace(trainer: Trainer) -> None:
     """Log rows and tokens per second in every row, even without the ``throughput`` setting, which adds utilization."""
     if not any(isinstance(loop, Throughput) for loop in trainer.loops):
-        trainer.add_callback(Throughput(trainer, counts_flops=False))
+        trainer.add_callback(Throughput(counts_flops=False))

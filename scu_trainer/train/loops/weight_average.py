@@ -200,8 +200,7 @@ class ScheduleFreeWeights(Loop):
 
     name = "schedule_free"
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+    def __init__(self) -> None:
         self._acts = False
         self._training_weights: Optional[dict[str, torch.Tensor]] = None
         self._checkpoint: Optional[Path] = None

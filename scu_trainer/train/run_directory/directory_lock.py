@@ -122,7 +122,12 @@ def _validated_start(start: Start, request: Request) -> Start:
 
 def from_first_rank(decision: Callable[[], T], training: TrainingArguments) -> T:
     """Return ``decision()`` of rank 0 on all ranks. If it raises a UserError, all ranks raise it."""
-    own: Any = _result_or_error(decision) if training.process_index == 0 else None
+    own: Any = None
+    if training.process_index == 0:
+        try:
+            own = decision()
+        except UserError as error:
+            own = error
     (outcome,) = broadcast_object_list([own])
     if isinstance(outcome, UserError):
         raise outcome
@@ -145,10 +150,3 @@ def require_equal_ranks(found: dict[str, Any], training: TrainingArguments) -> N
         f"the ranks (processes) of this run differ in {first_few(differences, MOST_LISTED, '; ')}. Start the same "
         "command with the same files on every machine",
     )
-
-
-def _result_or_error(decision: Callable[[], T]) -> T | UserError:
-    try:
-        return decision()
-    except UserError as error:
-        return error

@@ -99,14 +99,12 @@ def _check_before_loading(job: Job, console: Console) -> list[Finding]:
 def _load(job: Job, console: Console) -> TrainingComponents:
     """Load data and model. The length of the run, now known, also decides how often it saves, unless that was set."""
     parts, training = job.kind.load(job, console), job.training
-    rows = {"training rows": parts.data.train, "held-out rows": parts.data.eval}
-    require_equal_ranks({name: len(data) if has_length(data) else None for name, data in rows.items()}, training)
-    if has_length(parts.data.train):
-        job.check_rows(len(parts.data.train))
+    rows, held_out = (len(data) if has_length(data) else None for data in (parts.data.train, parts.data.eval))
+    require_equal_ranks({"training rows": rows, "held-out rows": held_out}, training)
+    if rows is not None:
+        job.check_rows(rows)
     if job.saves_by_length:
-        train = parts.data.train
-        steps = job.planned_steps(len(train)) if has_length(train) else training.max_steps
-        training.save_steps = default_save_steps(steps)
+        training.save_steps = default_save_steps(training.max_steps if rows is None else job.planned_steps(rows))
     return parts
 
 
