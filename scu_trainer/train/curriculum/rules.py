@@ -33,7 +33,8 @@ NEEDED = {
 
 
 def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optional[str]:
-    """Return why no curriculum can act with these arguments, as a message; None if one can."""
+    """Return why no curriculum can act with these arguments, as a message; None if one can. ``memory``: None if the
+    memory loop is off."""
     for name, (needed, reason) in NEEDED.items():
         found = getattr(args, name)
         if found != needed:
@@ -53,12 +54,10 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
     return None
 
 
-def refuse(trainer: Trainer, memory: Optional[MemorySettings]) -> None:
-    """Raise SettingsError for arguments, and ControlError for data, that no curriculum can work with.
-
-    ``memory``: None if memory control is off.
-    """
-    reason = obstacle(trainer.args, memory)
+def refuse(trainer: Trainer) -> None:
+    """Raise SettingsError for arguments, and ControlError for data, that no curriculum can work with."""
+    memory_loop = trainer.micro_batches
+    reason = obstacle(trainer.args, None if memory_loop is None else memory_loop.settings)
     if reason is not None:
         raise SettingsError(reason)
     # A subclass's loader may come from super(); but a sampler is never called, whoever defines it.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -54,15 +54,6 @@ class Windows:
             start, predicted = start + self.step, end
 
 
-class _Window(NamedTuple):
-    """A window in a document. ``row``: index of the document among the documents."""
-
-    row: int
-    start: int
-    predicted: int
-    end: int
-
-
 class SlidingRows:
     """Windows over documents that are sliced on access. Supports what ``score_documents`` needs of a dataset: the
     columns ``document`` and ``length`` by name, and rows by number."""
@@ -74,8 +65,8 @@ class SlidingRows:
         arrays = documents.with_format("numpy")
         self._tokens = [np.asarray(row["input_ids"]) for row in arrays]
         self._labels = [np.asarray(row["labels"]) for row in arrays]
-        self._windows = [
-            _Window(row, *span)
+        self._windows = [  # index of the document, and its span
+            (row, *span)
             for row, labels in enumerate(self._labels)
             for span in windows.spans(len(labels))
             if (labels[span[1] : span[2]] != NOT_LEARNED).any()
@@ -86,15 +77,12 @@ class SlidingRows:
 
     def __getitem__(self, key: Union[int, str]) -> Any:
         if key == "document":
-            return [int(self._numbers[window.row]) for window in self._windows]
+            return [int(self._numbers[row]) for row, _, _, _ in self._windows]
         if key == "length":
-            return [window.end - window.start for window in self._windows]
+            return [end - start for _, start, _, end in self._windows]
         if isinstance(key, str):
             raise KeyError(key)
-        return self._row(self._windows[key])
-
-    def _row(self, window: _Window) -> dict[str, Any]:
-        row, start, predicted, end = window
+        row, start, predicted, end = self._windows[key]
         labels = self._labels[row][start:end].copy()
         labels[: predicted - start] = NOT_LEARNED
         return {

@@ -80,16 +80,13 @@ class CurriculumLoop(Loop):
     history_file = "curriculum.json"
 
     def __init__(self, trainer: Trainer, settings: CurriculumSettings) -> None:
-        self.trainer, self.settings, self._micro_batches = trainer, settings, trainer.micro_batches
-        self._check_settings()
+        self.trainer, self.settings = trainer, settings
+        refuse(trainer)
         self.sampler: Optional[CurriculumSampler] = None
         self.newest: Optional[dict[str, Any]] = None
         self.notices: list[str] = []
         self._tracks_difficulty = "acmds" in settings.methods
         self._classes: Optional[int] = None  # known from the first batch of the first call of train
-
-    def _check_settings(self) -> None:
-        refuse(self.trainer, None if self._micro_batches is None else self._micro_batches.settings)
 
     @property
     def difficulty(self) -> Difficulty:
@@ -106,7 +103,7 @@ class CurriculumLoop(Loop):
         """Return the stock loader over this curriculum's batches, and reset everything for a new run."""
         if self.trainer.train_dataset is None:
             return None
-        self._check_settings()  # arguments, data and sampler may have changed since the trainer was created
+        refuse(self.trainer)  # arguments, data and sampler may have changed since the trainer was created
         trainer, args, rows = self.trainer, self.trainer.args, self.trainer.train_dataset
         # Methods that leave rows out may leave a single row for the last batch.
         may_skip_rows = not set(BY_LOSS).isdisjoint(self.settings.methods)
@@ -253,9 +250,9 @@ class CurriculumLoop(Loop):
 
     def _update_memory_costs(self) -> None:
         """Tell the sampler how much memory is free and how much each row takes, the same on all ranks."""
-        if not self._tracks_difficulty or self._micro_batches is None:
+        if not self._tracks_difficulty or self.trainer.micro_batches is None:
             return
-        loop, lengths = self._micro_batches.loop, self.sampler.lengths
+        loop, lengths = self.trainer.micro_batches.loop, self.sampler.lengths
         free = 1.0
         if loop.gauge is not None:
             reading = loop.gauge.read()

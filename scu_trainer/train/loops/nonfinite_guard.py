@@ -78,7 +78,8 @@ class NonFiniteGuard(Loop):
         self.trainer, self.settings = trainer, settings
         self.divergence = None if settings.divergence == "off" else DivergenceWatch(trainer, settings, epochs_differ)
         self.spikes = None if settings.spike_guard == "off" else SpikeWatch(trainer, settings)
-        self._watches = [watch for watch in (self.divergence, self.spikes) if watch is not None]
+        found = {"divergence": self.divergence, "spikes": self.spikes}
+        self._watches = {name: watch for name, watch in found.items() if watch is not None}
         self._batches: Sequence[Any] = ()
         self._losses: list[torch.Tensor] = []
         self._items: Any = None
@@ -89,7 +90,7 @@ class NonFiniteGuard(Loop):
     def begin(self) -> None:
         self.skipped_steps = self.in_a_row = 0
         self._records: list[dict[str, Any]] = []
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.begin()
 
     # -- events of the stock loop --------------------------------------------------------------------------------------
@@ -396,7 +397,7 @@ class NonFiniteGuard(Loop):
     @property
     def notices(self) -> list[str]:
         """Notices for run.json and the end of a run."""
-        report = [notice for watch in self._watches for notice in watch.notices]
+        report = [notice for watch in self._watches.values() for notice in watch.notices]
         count = self.skipped_steps - (0 if self.spikes is None else self.spikes.skipped_steps)
         if count:
             steps = [str(record["step"]) for record in self._records if record["fault"] != SPIKE]
@@ -406,20 +407,15 @@ class NonFiniteGuard(Loop):
         return report
 
     def figures(self) -> dict[str, Any]:
-        divergence = None if self.divergence is None else self.divergence.figures()
-        counted = {"skipped_steps": self.skipped_steps, "skipped": list(self._records), "divergence": divergence}
-        spikes = {} if self.spikes is None else {"spikes": self.spikes.figures()}
-        return {self.name: counted | spikes}
+        counted = {"skipped_steps": self.skipped_steps, "skipped": list(self._records), "divergence": None}
+        return {self.name: counted | {name: watch.figures() for name, watch in self._watches.items()}}
 
     def state_dict(self) -> dict[str, Any]:
-        divergence = None if self.divergence is None else self.divergence.state_dict()
-        spikes = None if self.spikes is None else self.spikes.state_dict()
-        counted = {"skipped_steps": self.skipped_steps, "records": self._records}
-        return {**counted, "divergence": divergence, "spikes": spikes}
+        counted = {"skipped_steps": self.skipped_steps, "records": self._records, "divergence": None, "spikes": None}
+        return counted | {name: watch.state_dict() for name, watch in self._watches.items()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.skipped_steps, self._records = saved["skipped_steps"], saved["records"]
-        if self.divergence is not None and saved["divergence"] is not None:
-            self.divergence.load_state_dict(saved["divergence"])
-        if self.spikes is not None and saved.get("spikes") is not None:
-            self.spikes.load_state_dict(saved["spikes"])
+        for name, watch in self._watches.items():
+            if saved.get(name) is not None:
+                watch.load_state_dict(saved[name])

@@ -37,7 +37,7 @@ MOST_LISTED = 5
 
 
 class RunDirectoryLock:
-    """The directory of a run, chosen and locked until this is closed. Rank 0 decides for all ranks.
+    """The directory of a run, chosen and locked until this is left. Rank 0 decides for all ranks.
 
     Raises CheckpointError, and StorageError if another process writes there; both on all ranks, because a rank that
     only waited would hang.
@@ -90,17 +90,15 @@ class RunDirectoryLock:
         checkpoint = Path(str(self.start.checkpoint))  # a named checkpoint may have any name
         return set_aside(self.start.output_dir, saved_step(checkpoint), checkpoint)
 
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
     def __enter__(self) -> RunDirectoryLock:
         return self
 
     def __exit__(self, kind: object, error: Optional[BaseException], traceback: object) -> None:
         """Raise StorageError if writing failed because the folder was renamed or deleted."""
-        change = self._lock.lost() if self._lock is not None and error is not None and is_write_error(error) else None
-        self.close()
+        if self._lock is None:
+            return
+        change = self._lock.lost() if error is not None and is_write_error(error) else None
+        self._lock.release()
         if change is not None:
             back = "" if change == DELETED else "move it back, and "
             raise StorageError(
