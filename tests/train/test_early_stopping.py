@@ -65,6 +65,16 @@ def test_a_run_that_is_resumed_ends_at_the_same_step(tmp_path):
     assert all(torch.equal(first, second) for first, second in weights)
 
 
+def test_a_checkpoint_of_a_run_without_it_is_told_once(tmp_path, caplog):
+    """The count is read before those of the other loops, which ask whether the training is over."""
+    settings = {**EVALUATIONS, "max_steps": 2}
+    rows = {"train_dataset": tiny.Rows(8), "eval_dataset": tiny.Rows(8, seed=9)}
+    SCUTrainer(tiny.llama(), tiny.arguments(tmp_path, **settings), **rows, safety=SafetySettings()).train()
+    _ours(tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    told = "has no early_stopping.json: the loop EarlyStopping starts fresh"
+    assert sum(told in line for line in caplog.messages) == 1
+
+
 def _interrupted(folder, step: int) -> int:
     """The same run, ended by an error in the step after ``step``."""
     from transformers import TrainerCallback

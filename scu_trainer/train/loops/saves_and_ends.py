@@ -47,8 +47,11 @@ class EarlyStopping(Loop):
 
     def resume_position(self, checkpoint, position):
         """Load the counter: this loop is the first to see a checkpoint, and others ask whether training is over."""
-        self.load_state(checkpoint)
+        super().load_state(checkpoint)
         return position
+
+    def load_state(self, checkpoint):
+        """Nothing is left to load, see ``resume_position``."""
 
     @property
     def is_over(self) -> bool:
