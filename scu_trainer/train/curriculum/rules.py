@@ -40,7 +40,7 @@ def obstacle(args: TrainingArguments, memory: Optional[MemorySettings]) -> Optio
         if found != needed:
             return f"{name}: {found} with a curriculum: {reason}; set {name}: {str(needed).lower()}"
     for name in ("split_batches", "dispatch_batches"):
-        if getattr(args.accelerator_config, name, None):
+        if getattr(args.accelerator_config, name):
             return f"accelerator_config {name} distributes batches itself; drop it with a curriculum"
     if not args.accelerator_config.use_seedable_sampler:
         return (

@@ -24,6 +24,9 @@ logger = logging.getLogger("scu_trainer")
 DRAWS_AT_ONCE = 2**20
 """Most documents drawn at once, because all resamples of a large held-out set would take gigabytes."""
 
+BATCH_TOKENS = 8192
+"""Padded tokens of a forward pass; fewer if that does not fit in memory."""
+
 LARGEST_LOGITS = 2**28
 """Most numbers in the logits of one forward pass: 1 GiB in float32."""
 
@@ -119,7 +122,7 @@ def score_documents(
     model: nn.Module,
     rows,
     collate: Callable[[list[dict]], dict[str, torch.Tensor]],
-    batch_tokens: int = 8192,
+    batch_tokens: int = BATCH_TOKENS,
     path: Optional[EvaluationPath] = None,
 ) -> DocumentScores:
     """Score every held-out row and sum the scores by document.

@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 
 from scu_trainer.settings import DataSettings, ModelSettings
+from scu_trainer.train.evaluation.scoring import BATCH_TOKENS
 from scu_trainer.train.evaluation.sliding import Windows
 
 
@@ -28,7 +29,7 @@ class TrainingComponents:
     model: torch.nn.Module
     collator: Any
     before_model_bytes: Optional[int] = None
-    batch_tokens: int = 8192
+    batch_tokens: int = BATCH_TOKENS
     teacher: Optional[torch.nn.Module] = None
     anchor: Any = None
     load_base: Optional[Callable[[], torch.nn.Module]] = None

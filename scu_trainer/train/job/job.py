@@ -231,7 +231,7 @@ def _refuse_secrets(settings: dict[str, Any]) -> None:
 
 def _training_as_dict(training: TrainingArguments) -> dict[str, Any]:
     # The launcher's decisions do not belong to a configuration, and mixed_precision stands for bf16 and fp16.
-    left_out = {"local_rank", "deepspeed_plugin", "distributed_state", "bf16", "fp16", "tf32"}
+    left_out = {"local_rank", "bf16", "fp16", "tf32"}
     # to_dict replaces tokens by a placeholder, which would be used as a token when the configuration is read back.
     settings = training.to_dict().items()
     return {name: value for name, value in settings if name not in left_out and not name.endswith("_token")}

@@ -16,9 +16,6 @@ from scu_trainer.train.evaluation.scoring import DocumentScores, evaluation_path
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.step.distributed.sharded import training_precision
 
-BATCH_TOKENS = 8192
-"""Padded tokens of a forward pass; fewer if that does not fit in memory."""
-
 FEW_ROWS = 32
 """Up to this many rows are scored without checking again whether the model can run without logits and padding, because
 that check would take a fifth of the time."""
@@ -83,7 +80,7 @@ class Passages:
         with training_precision(self._trainer):
             if self._path is None or self._path.model is not model or len(numbers) > FEW_ROWS:
                 self._path = evaluation_path_of(model)
-            scores = score_documents(model, _RowSubset(self.rows, numbers), self._collate, BATCH_TOKENS, self._path)
+            scores = score_documents(model, _RowSubset(self.rows, numbers), self._collate, path=self._path)
         return numpy.stack([scores.nats, scores.tokens], axis=1)
 
     def by_document(self, numbers: numpy.ndarray, scores: numpy.ndarray) -> DocumentScores:
