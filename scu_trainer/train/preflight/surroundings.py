@@ -177,8 +177,6 @@ def _check_inodes(output_dir: Path) -> Iterator[Finding]:
 
 def missing_wandb_login() -> Optional[str]:
     """Return why wandb would end the run; None if not, if it asks at the terminal, or if its version is unknown."""
-    if importlib.util.find_spec("wandb") is None:
-        return None
     import wandb
     from wandb.errors import AuthenticationError, term
 
