@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings
-from scu_trainer.train.loops.throughput import measure_pace
+from scu_trainer.train.loops.throughput import Throughput
 from scu_trainer.train.run_directory.log_history import LOG_FILE, LogHistoryCallback, plain
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer
 from scu_trainer.train.step.recovery.memory import MemoryReading
@@ -37,7 +37,7 @@ def loops() -> dict:
 
 def with_logs(trainer: SCUTrainer) -> None:
     """As a session does."""
-    measure_pace(trainer)
+    trainer.add_callback(Throughput(counts_flops=False))
     trainer.add_callback(LogHistoryCallback())
 
 

@@ -113,7 +113,6 @@ class Harness:
                     tasks = self._manager.load([name])["tasks"]
                 for found in tasks.values():
                     _require_runnable(found)
-                    _require_aggregations(found)
                     self._generated |= _generated_token_limit(found)
                     for metric, rule in found.aggregation().items():
                         rule_name = getattr(rule, "__name__", type(rule).__name__)
@@ -195,14 +194,12 @@ def _matching_tasks(manager: Any, name: str) -> list[str]:
 
 
 def _require_runnable(task: Any) -> None:
+    """Raise SettingsError for what cannot run here, and for an unknown aggregation, on which the harness would fail
+    only after the last question."""
     if getattr(task, "UNSAFE_CODE", False):
         raise SettingsError(f"task {task.task_name} runs code that the model writes; run it with lm_eval, in a sandbox")
     if getattr(task, "MULTIMODAL", False):
         raise SettingsError(f"task {task.task_name} has images, but a language model reads only text; drop it")
-
-
-def _require_aggregations(task: Any) -> None:
-    """Raise SettingsError for an unknown aggregation, on which the harness would fail only after the last question."""
     unknown = [metric for metric, rule in task.aggregation().items() if rule is None]
     if unknown:
         raise SettingsError(f"lm_eval does not know the aggregation of {unknown[0]} in task {task.task_name}; use mean")

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from transformers import Trainer
-
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.flops import COUNTED, FlopCount, Peak, count_flops, find_peak, tokens_of
 from scu_trainer.train.step.batches.rows import rows_of
@@ -172,9 +170,3 @@ def _utilization(figures: dict[str, Any]) -> str:
 
 def _in_flops(tflops: float) -> str:
     return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{1000 * tflops:.3g} GFLOP/s"
-
-
-def measure_pace(trainer: Trainer) -> None:
-    """Log rows and tokens per second in every row, even without the ``throughput`` setting, which adds utilization."""
-    if not any(isinstance(loop, Throughput) for loop in trainer.loops):
-        trainer.add_callback(Throughput(counts_flops=False))

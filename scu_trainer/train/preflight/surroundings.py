@@ -181,8 +181,11 @@ def missing_wandb_login() -> Optional[str]:
     from wandb.errors import AuthenticationError, term
 
     try:
+        from wandb.integration.sagemaker.config import is_using_sagemaker  # SageMaker provides its own key
+
         settings = _wandb_settings()
-        if wandb.run is not None or settings.mode not in WANDB_ONLINE or term.can_use_terminput() or _is_sagemaker():
+        needs_key = wandb.run is None and settings.mode in WANDB_ONLINE
+        if not needs_key or term.can_use_terminput() or is_using_sagemaker():
             return None
         return _missing_wandb_key(settings)
     except AuthenticationError as error:
@@ -210,13 +213,6 @@ def _wandb_settings() -> Any:
     settings.update_from_system_settings()
     settings.update_from_env_vars(dict(os.environ))
     return settings
-
-
-def _is_sagemaker() -> bool:
-    """Whether the run is on SageMaker, which provides its own key."""
-    from wandb.integration.sagemaker.config import is_using_sagemaker
-
-    return bool(is_using_sagemaker())
 
 
 def _missing_wandb_key(settings: Any) -> Optional[str]:

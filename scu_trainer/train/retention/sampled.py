@@ -66,12 +66,10 @@ def _weight_sums(model: nn.Module) -> list[list[Any]]:
     read = []
     for path, module in model.named_modules():
         with align_module_device(module):
-            read += [[f"{path}.{name}", _abs_sum(weight)] for name, weight in module.named_parameters(recurse=False)]
+            for name, weight in module.named_parameters(recurse=False):
+                values = dequantized_by_torchao(weight.detach()).cpu().double()
+                read.append([f"{path}.{name}", float(values.abs().sum())])
     return read
-
-
-def _abs_sum(weight: nn.Parameter) -> float:
-    return float(dequantized_by_torchao(weight.detach()).cpu().double().abs().sum())
 
 
 def _sample_texts(

@@ -24,7 +24,7 @@ from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.distillation import Distillation
-from scu_trainer.train.loops.throughput import measure_pace
+from scu_trainer.train.loops.throughput import Throughput
 from scu_trainer.train.retention.loop import Retention
 from scu_trainer.train.run_directory.console import ConsoleCallback
 from scu_trainer.train.run_directory.layout import RunStatusCallback
@@ -61,7 +61,8 @@ def build_trainer(job: Job, parts: TrainingComponents, status: Optional[RunStatu
     for theirs in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):  # our console prints the logs and the bar instead
         trainer.remove_callback(theirs)
     trainer.add_callback(ConsoleCallback(console, job.kind.unit))
-    measure_pace(trainer)
+    if trainer.loop(Throughput.name) is None:  # rows and tokens per second are logged without that setting, too
+        trainer.add_callback(Throughput(counts_flops=False))
     trainer.add_callback(LogHistoryCallback())
     if status is not None:
         trainer.add_callback(RunStatusCallback(status))
