@@ -389,7 +389,7 @@ def test_layers_that_see_padding_are_planned_with_it_before_their_weights_are_th
 
 def test_fp16_on_a_cpu_is_planned_as_float32(model_dir, monkeypatch):
     job = job_of(model_dir, "--per_device_train_batch_size", "32")
-    monkeypatch.setattr(predict, "autocast_of", lambda job: torch.float16)
+    monkeypatch.setattr(predict, "mixed_precision_of", lambda job: "fp16")
     assert predict.largest_step(job, RowShapes(100, 100, True), "cpu").tokens == 768
 
 

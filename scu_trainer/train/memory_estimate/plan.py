@@ -38,6 +38,7 @@ from scu_trainer.train.memory_estimate.predict import (
     largest_step,
     largest_step_within,
     loss_kind,
+    mixed_precision_of,
     traced_subject,
     trained_sizes,
 )
@@ -63,7 +64,7 @@ def choice_of(job: Job) -> SettingChoice:
     zero = getattr(training, "hf_deepspeed_config", None)
     return SettingChoice(
         tuning=model.tuning,
-        mixed_precision="bf16" if training.bf16 else "fp16" if training.fp16 else "no",
+        mixed_precision=mixed_precision_of(job),
         checkpoint_every_layer=checkpoints_activations(job),
         optim=optimizer_name(job),
         block_size=job.data.block_size if has_length else None,

@@ -21,6 +21,7 @@ from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.loss_path import LARGE_VOCABULARY
 from scu_trainer.train.loss.rows.kernels import usable_gpu_bytes
 from scu_trainer.train.loss.rows.model_loss import (
+    HALVES,
     has_causal_loss,
     head_of,
     obstacle_to_headless,
@@ -147,7 +148,7 @@ def largest_step(job: Job, rows: RowShapes, device: str, model: Optional[nn.Modu
 
 
 def _compute_dtype(job: Job, device: str, model: Optional[nn.Module]) -> torch.dtype:
-    half = autocast_of(job)
+    half = HALVES[mixed_precision_of(job)]
     if half is not None and not (half == torch.float16 and device == "cpu"):  # accelerate does not use that autocast
         return half
     if model is not None:
@@ -219,9 +220,8 @@ def loss_kind(job: Job, model: nn.Module) -> LossKind:
     return "opened" if job.acting_curriculum is not None and has_causal_loss(attributes) else "returned"
 
 
-def autocast_of(job: Job) -> Optional[torch.dtype]:
-    training = job.training
-    return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else None
+def mixed_precision_of(job: Job) -> str:
+    return "bf16" if job.training.bf16 else "fp16" if job.training.fp16 else "no"
 
 
 def traced_subject(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes) -> EstimatedStep:
@@ -234,7 +234,7 @@ def traced_subject(job: Job, parts: TrainingComponents, kind_of_rows: RowShapes)
         return {name: _with_size(name, value, rows, length) for name, value in sample.items()}
 
     model, kind = fake_copy(parts.model, mode), loss_kind(job, parts.model)
-    return EstimatedStep(model, mode, batch, kind, autocast_of(job), _card_bytes(job))
+    return EstimatedStep(model, mode, batch, kind, HALVES[mixed_precision_of(job)], _card_bytes(job))
 
 
 def _card_bytes(job: Job) -> Optional[int]:
