@@ -49,7 +49,7 @@ def test_a_missing_file_in_a_folder_that_may_not_be_listed(source, tmp_path, mon
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr("os.listdir", refuse)
-    with pytest.raises(DataError, match="rows.jsonl does not exist; looked at"):
+    with pytest.raises(DataError, match=r"rows\.jsonl does not exist; looked at"):
         source(tmp_path / "rows.jsonl")
 
 
