@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import time
 import uuid
@@ -19,10 +20,10 @@ from scu_trainer.runs.process import (
     TOKEN_VARIABLE,
     Identity,
     Machine,
-    Platform,
     is_alive,
     processes_of_run,
-    this_platform,
+    send_signal,
+    spawn_detached,
 )
 from scu_trainer.runs.progress import START_LINE, last_error, newest_checkpoint, tail
 from scu_trainer.runs.queue import FileLock
@@ -43,11 +44,10 @@ Spawn = Callable[[Sequence[str], str, Mapping[str, str], Path], Any]
 
 @dataclass(frozen=True)
 class RunBackend:
-    """The functions that act on the system, which tests replace. ``spawn``: None uses the one of ``platform``."""
+    """The functions that act on the system, which tests replace."""
 
     machine: Machine = field(default_factory=Machine)
-    platform: Platform = field(default_factory=this_platform)
-    spawn: Optional[Spawn] = None
+    spawn: Spawn = spawn_detached
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
@@ -125,7 +125,7 @@ def _spawn_and_register(run: Run, record: RunRecord, backend: RunBackend) -> Run
     _write_start_line(run, record.starts)
     # -P: a folder in the current directory must not be imported instead of a package of the same name.
     words = [sys.executable, "-P", "-m", "scu_trainer.cli.background.supervisor", str(run.path.absolute())]
-    child = (backend.spawn or backend.platform.spawn)(words, record.cwd, _child_environment(record), run.console)
+    child = backend.spawn(words, record.cwd, _child_environment(record), run.console)
     return _wait_until_registered(run, child, backend)
 
 
@@ -236,7 +236,7 @@ def stop(run: Run, backend: RunBackend, timeout_s: Optional[float] = None, now: 
         _kill_all(record, backend)
     elif is_alive(record.process, backend.machine):
         if _create_stop_request(run):
-            backend.platform.ask_to_stop(_process_to_signal(run, record, backend), backend.machine)
+            send_signal(_process_to_signal(run, record, backend), signal.SIGTERM, backend.machine)
         if not _wait_until_ended(record, backend, timeout_s):
             return report(run, backend.machine)
     after = report(run, backend.machine)
@@ -305,5 +305,5 @@ def _kill_all(record: RunRecord, backend: RunBackend) -> None:
                 f"processes {numbers} do not end, because they are waiting for a device or disk; try again later"
             )
         for member in members:
-            backend.platform.end(member, backend.machine)
+            send_signal(member, signal.SIGKILL, backend.machine)
         backend.sleep(LOOK_EVERY_S)

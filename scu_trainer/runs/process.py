@@ -1,23 +1,21 @@
 """Identify processes, check whether they are alive, find the processes of a run, and start, slow down and end them.
 
 A process ID does not identify a process, because systems reuse the numbers. Here a process is identified by its number,
-its creation time, the boot of the machine, and the name of the machine. ``Machine`` queries the system; ``Posix`` and
-``Windows`` act on it. Tests replace them.
+its creation time, the boot of the machine, and the name of the machine. Tests replace ``Machine``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Literal, Optional, Union
 
 import psutil
 
@@ -157,8 +155,6 @@ def _is_number_reused(supervisor: Identity, machine: Machine) -> bool:
 
 
 def _session_of(pid: int) -> Optional[int]:
-    if not hasattr(os, "getsid"):
-        return None
     try:
         return os.getsid(pid)
     except (ProcessLookupError, PermissionError):
@@ -178,57 +174,35 @@ _detached: list[subprocess.Popen] = []
 """Popen objects of running processes: dropping one would cause a ResourceWarning and leave a zombie."""
 
 
-def _popen_with_log(
-    popen: Callable[..., Any],
-    words: Sequence[str],
-    cwd: Union[str, Path],
-    environment: Mapping[str, str],
-    log: Path,
-    **options: Any,
-) -> Any:
+def spawn_detached(
+    words: Sequence[str], cwd: Union[str, Path], environment: Mapping[str, str], log: Path
+) -> subprocess.Popen:
+    """Start a process that outlives this one and its terminal. It reads nothing, and appends its output to ``log``."""
     with open(log, "ab") as output:
         files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        return popen(list(words), cwd=cwd, env=dict(environment), **files, **options)
+        child = subprocess.Popen(list(words), cwd=cwd, env=dict(environment), **files, start_new_session=True)
+    _detached[:] = [*(before for before in _detached if before.poll() is None), child]
+    return child
 
 
-class Posix:
-    """Linux and macOS."""
-
-    def spawn(self, words: Sequence[str], cwd: Union[str, Path], environment: Mapping[str, str], log: Path) -> Any:
-        """Start a process that outlives this one and its terminal, and return its Popen."""
-        child = _popen_with_log(subprocess.Popen, words, cwd, environment, log, start_new_session=True)
-        _detached[:] = [*(before for before in _detached if before.poll() is None), child]
-        return child
-
-    def lower_priority(self, nice: int) -> list[str]:
-        """Lower the CPU and disk priority of this process. Returns a message for each step that was not possible."""
-        failed = []
-        try:
-            os.nice(nice)
-        except OSError as error:
-            failed.append(f"nice {nice} was not possible: {error.strerror}")
-        process = psutil.Process()
-        if not hasattr(process, "ionice"):
-            return [*failed, "this system has no disk priority (ionice)"]
-        try:
-            process.ionice(psutil.IOPRIO_CLASS_BE, 7)
-        except (OSError, psutil.Error) as error:
-            failed.append(f"the disk priority could not be lowered: {error}")
-        return failed
-
-    def ask_to_stop(self, process: Identity, machine: Machine) -> bool:
-        """Send SIGTERM, and return whether the process was alive."""
-        return _send(process, signal.SIGTERM, machine)
-
-    def end(self, process: Identity, machine: Machine) -> bool:
-        """Send SIGKILL, and return whether the process was alive."""
-        return _send(process, signal.SIGKILL, machine)
-
-    def watch_for_stop(self, request: Path) -> None:
-        """Do nothing: the request arrives as a signal."""
+def lower_priority(nice: int) -> list[str]:
+    """Lower the CPU and disk priority of this process. Returns a message for each step that was not possible."""
+    failed = []
+    try:
+        os.nice(nice)
+    except OSError as error:
+        failed.append(f"nice {nice} was not possible: {error.strerror}")
+    process = psutil.Process()
+    if not hasattr(process, "ionice"):
+        return [*failed, "this system has no disk priority (ionice)"]
+    try:
+        process.ionice(psutil.IOPRIO_CLASS_BE, 7)
+    except (OSError, psutil.Error) as error:
+        failed.append(f"the disk priority could not be lowered: {error}")
+    return failed
 
 
-def _send(process: Identity, number: int, machine: Machine) -> bool:
+def send_signal(process: Identity, number: int, machine: Machine) -> bool:
     """Send a signal to this process, never to one that got its number in the meantime. Returns whether it was alive.
     Raises RequirementError if the process belongs to another user."""
     try:
@@ -253,64 +227,3 @@ def _send_to_descriptor(process: Identity, number: int, machine: Machine) -> boo
         return True
     finally:
         os.close(descriptor)
-
-
-class Windows:
-    """Windows. Written from its documentation and tested with injected functions only; training never ran on Windows.
-
-    A detached process has no console and cannot receive Ctrl-Break. It therefore watches for the stop request file and
-    interrupts itself, which training handles like Ctrl-C. ``popen``, ``process`` and ``interrupt`` are for tests.
-    """
-
-    DETACHED = 0x00000008 | 0x00000200  # DETACHED_PROCESS | CREATE_NEW_PROCESS_GROUP of the Windows API
-    LOOK_EVERY_S = 0.5
-
-    def __init__(
-        self,
-        popen: Callable[..., Any] = subprocess.Popen,
-        process: Callable[..., Any] = psutil.Process,
-        interrupt: Optional[Callable[[], None]] = None,
-    ) -> None:
-        self._popen, self._process = popen, process
-        self._interrupt = interrupt or (lambda: signal.raise_signal(signal.SIGINT))
-
-    def spawn(self, words: Sequence[str], cwd: Union[str, Path], environment: Mapping[str, str], log: Path) -> Any:
-        return _popen_with_log(self._popen, words, cwd, environment, log, creationflags=self.DETACHED)
-
-    def lower_priority(self, nice: int) -> list[str]:
-        """Map ``nice`` to a priority class of Windows: below normal from 1 up, idle from 15 up."""
-        below, idle = 0x4000, 0x40
-        if nice > 0:
-            self._process().nice(idle if nice >= 15 else below)
-        return []
-
-    def ask_to_stop(self, process: Identity, machine: Machine) -> bool:
-        """Return whether the process is alive. The request itself is the file that the caller has written."""
-        return is_alive(process, machine)
-
-    def end(self, process: Identity, machine: Machine) -> bool:
-        if not is_alive(process, machine):
-            return False
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self._process(process.pid).kill()
-        return True
-
-    def watch_for_stop(self, request: Path) -> None:
-        """Start a thread that interrupts the main thread of this process once the file ``request`` exists."""
-        import threading
-
-        threading.Thread(target=self.wait_and_interrupt, args=(request,), daemon=True).start()
-
-    def wait_and_interrupt(self, request: Path) -> None:
-        import time
-
-        while not request.exists():
-            time.sleep(self.LOOK_EVERY_S)
-        self._interrupt()
-
-
-Platform = Union[Posix, Windows]
-
-
-def this_platform(name: str = sys.platform) -> Platform:
-    return Windows() if name == "win32" else Posix()

@@ -42,16 +42,14 @@ class FileLock:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise StorageError(f"cannot open {path}: {error.strerror}; check the path and its permissions") from error
 
     def acquire(self, wait: bool = False) -> bool:
         """Return whether this process holds the lock now. ``wait``: block until it does."""
-        try:
-            import fcntl
-        except ImportError:
-            return _windows_lock(self._descriptor, wait)
+        import fcntl
+
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except (BlockingIOError, PermissionError):  # POSIX allows either error if another process holds the lock
@@ -73,16 +71,6 @@ class FileLock:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-
-def _windows_lock(descriptor: int, wait: bool) -> bool:
-    import msvcrt
-
-    try:
-        msvcrt.locking(descriptor, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
-    except OSError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

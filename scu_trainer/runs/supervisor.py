@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Optional
 from scu_trainer.errors import StorageError, UserError
 from scu_trainer.run_files import RunStatus
 from scu_trainer.runs import numa, room
-from scu_trainer.runs.process import Machine, Platform, this_platform
+from scu_trainer.runs.process import Machine, lower_priority
 from scu_trainer.runs.progress import last_error
 from scu_trainer.runs.queue import DeviceQueue, wait_for_turn
 from scu_trainer.runs.store import ENDED_STATUSES, Run, RunRecord
@@ -40,7 +40,7 @@ class SupervisorBackend:
     train: Callable[[list[str]], int]
     become: Callable[[Sequence[str]], NoReturn] = _exec
     machine: Machine = field(default_factory=Machine)
-    platform: Platform = field(default_factory=this_platform)
+    lower_priority: Callable[[int], list[str]] = lower_priority
     sleep: Callable[[float], None] = time.sleep
     devices: Callable[[], list[str]] = room.devices
     lacking: Callable[[str, float, float], Optional[str]] = room.missing_memory
@@ -70,7 +70,7 @@ def supervise(run: Run, backend: SupervisorBackend) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Handle SIGTERM backend of training, which has its own handler that lets the current step finish."""
+    """Handle SIGTERM outside of training, which has its own handler that lets the current step finish."""
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
@@ -81,7 +81,6 @@ class _Supervisor:
 
     def execute(self) -> int:
         record = self._register()
-        self.backend.platform.watch_for_stop(self.run.stop_request)
         record = self._wait_for_devices(record)
         record = self._change_record(phase="training", waiting=None)
         self.is_training = True
@@ -96,7 +95,7 @@ class _Supervisor:
         record = self.run.record()
         if record is None:
             raise StorageError(f"{self.run.folder} holds no start.json; use scu-trainer runs start")
-        notes = self.backend.platform.lower_priority(record.options.nice)
+        notes = self.backend.lower_priority(record.options.nice)
         for note in notes:
             print(note, flush=True)
         return self.run.change(process=self.backend.machine.identity(), phase="queued", notes=tuple(notes))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 from types import SimpleNamespace
 
 import pytest
 
-from scu_trainer.runs.process import Machine, Posix, processes_of_run
+from scu_trainer.runs.process import Machine, processes_of_run, send_signal
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run
 from tests.board.conftest import opened
@@ -44,7 +45,7 @@ def served(folder):
             yield SimpleNamespace(address=address, at=address.split("/?")[0], root=root, recipe=recipe)
     record = Run(root / "short", "short").record()
     for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
-        Posix().end(member, Machine())
+        send_signal(member, signal.SIGKILL, Machine())
 
 
 @pytest.fixture

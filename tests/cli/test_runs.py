@@ -22,7 +22,7 @@ from scu_trainer.cli.background import supervisor as runs_supervisor
 from scu_trainer.run_files import History, RunStatus
 from scu_trainer.runs.menu import ACTIONS, Menu
 from scu_trainer.runs.monitor import follow, watch
-from scu_trainer.runs.process import Machine, Posix, processes_of_run
+from scu_trainer.runs.process import Machine, processes_of_run, send_signal
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, all_runs
@@ -47,7 +47,7 @@ def place(tmp_path, monkeypatch):
     for run in all_runs(tmp_path / "runs"):
         record = run.record()
         for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
-            Posix().end(member, Machine())
+            send_signal(member, signal.SIGKILL, Machine())
 
 
 def typed(*words: object) -> int:

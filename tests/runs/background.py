@@ -58,7 +58,7 @@ def hang(words: Sequence[str]) -> int:
 
 
 def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: Path, trains: Train = train) -> Forked:
-    """In place of ``Posix.spawn``."""
+    """In place of ``spawn_detached``."""
     reader, writer = os.pipe()
     gc.freeze()
     between = os.fork()

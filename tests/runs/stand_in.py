@@ -19,7 +19,7 @@ import yaml
 
 from scu_trainer.run_files import RunStatus, write_json
 from scu_trainer.runs.control import RunBackend
-from scu_trainer.runs.process import Posix
+from scu_trainer.runs.process import spawn_detached
 from scu_trainer.runs.store import Run
 from scu_trainer.runs.supervisor import SupervisorBackend, supervise
 
@@ -27,8 +27,8 @@ STEPS = 10_000
 
 
 def spawn(words: Sequence[str], cwd: str, environment: Mapping[str, str], log: Path) -> Any:
-    """In place of ``Posix.spawn``: the same, with another program."""
-    return Posix().spawn([sys.executable, __file__, words[-1]], cwd, environment, log)
+    """In place of ``spawn_detached``: the same, with another program."""
+    return spawn_detached([sys.executable, __file__, words[-1]], cwd, environment, log)
 
 
 def hands(**more: Any) -> RunBackend:

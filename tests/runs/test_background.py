@@ -19,7 +19,7 @@ from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.runs import control, supervisor
 from scu_trainer.runs.control import RunBackend, StartRequest, resume, start, stop
-from scu_trainer.runs.process import Machine, Posix, is_alive, processes_of_run
+from scu_trainer.runs.process import Machine, is_alive, processes_of_run, send_signal, spawn_detached
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Options, Run, all_runs, check_name, find_run, free_name
 from scu_trainer.runs.supervisor import SupervisorBackend, supervise, training_words
@@ -39,7 +39,7 @@ def root(tmp_path, monkeypatch):
     for run in all_runs(root):
         record = run.record()
         for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
-            Posix().end(member, Machine())
+            send_signal(member, signal.SIGKILL, Machine())
 
 
 def begun(root: Path, name: str, config: str = "{}", options: Options = OPTIONS) -> Run:
@@ -181,7 +181,7 @@ def test_how_it_ended_is_told(root, config, told, cause, detail, code):
 
 def test_a_process_that_dies_before_it_registers_is_one_message(root):
     def spawn(words, cwd, environment, log):
-        return Posix().spawn(["sh", "-c", "echo cannot begin; exit 1"], cwd, environment, log)
+        return spawn_detached(["sh", "-c", "echo cannot begin; exit 1"], cwd, environment, log)
 
     with pytest.raises(StorageError, match=r"ended at once: [^;]*cannot begin"):
         start(StartRequest("a", "{}"), root, RunBackend(spawn=spawn))
@@ -350,15 +350,10 @@ def alone(root):
     signal.signal(signal.SIGTERM, before)
 
 
-class Quiet(Posix):
-    def lower_priority(self, nice):
-        return ["nice 1 was not possible: no"]
-
-
 def outside(train, **more) -> SupervisorBackend:
-    return SupervisorBackend(
-        train, platform=Quiet(), devices=lambda: ["gpu-0", "gpu-1"], lacking=lambda *_: None, **more
-    )
+    said = ["nice 1 was not possible: no"]
+    quiet = {"lower_priority": lambda nice: said, "lacking": lambda *_: None}
+    return SupervisorBackend(train, devices=lambda: ["gpu-0", "gpu-1"], **quiet, **more)
 
 
 def test_what_was_not_possible_is_kept_and_the_gpu_is_the_only_one_seen(alone, monkeypatch):

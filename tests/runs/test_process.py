@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,12 +19,13 @@ from scu_trainer.runs.process import (
     TOKEN_VARIABLE,
     Identity,
     Machine,
-    Posix,
     ProcessInfo,
-    Windows,
     check_process,
     is_alive,
+    lower_priority,
     processes_of_run,
+    send_signal,
+    spawn_detached,
 )
 
 TOKEN = "0123456789abcdef"
@@ -125,20 +125,20 @@ def test_a_signal_goes_to_the_process_and_to_none_that_has_its_number(sleeper):
     machine = Machine()
     identity = machine.identity(sleeper.pid)
     before = replace(identity, born=identity.born - 1)
-    assert not Posix().end(before, machine) and not Posix().ask_to_stop(before, machine)
+    assert not any(send_signal(before, number, machine) for number in (signal.SIGTERM, signal.SIGKILL))
     assert check_process(identity, machine) == "alive"
-    assert Posix().ask_to_stop(identity, machine)
+    assert send_signal(identity, signal.SIGTERM, machine)
     assert sleeper.wait(20) == -signal.SIGTERM
-    assert not Posix().end(identity, machine)
+    assert not send_signal(identity, signal.SIGKILL, machine)
 
 
 def test_where_there_is_no_pidfd_too(sleeper, monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
     machine = Machine()
     identity = machine.identity(sleeper.pid)
-    assert not Posix().end(replace(identity, born=identity.born - 1), machine)
+    assert not send_signal(replace(identity, born=identity.born - 1), signal.SIGKILL, machine)
     assert check_process(identity, machine) == "alive"
-    assert Posix().end(identity, machine) and sleeper.wait(20) == -signal.SIGKILL
+    assert send_signal(identity, signal.SIGKILL, machine) and sleeper.wait(20) == -signal.SIGKILL
 
 
 def test_a_process_of_another_user_is_one_message(sleeper, monkeypatch):
@@ -147,7 +147,7 @@ def test_a_process_of_another_user_is_one_message(sleeper, monkeypatch):
 
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
     with pytest.raises(RequirementError, match="belongs to another user"):
-        Posix().end(Machine().identity(sleeper.pid), Machine())
+        send_signal(Machine().identity(sleeper.pid), signal.SIGKILL, Machine())
 
 
 # -- what belongs to a run ---------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_a_process_of_another_user_is_one_message(sleeper, monkeypatch):
 def test_the_session_and_marked_children_outside_of_it_belong_to_a_run(tmp_path):
     script = "env -i sleep 600 & setsid sleep 601 & wait"
     log = tmp_path / "log"
-    child = Posix().spawn(["sh", "-c", script], tmp_path, {**os.environ, TOKEN_VARIABLE: TOKEN}, log)
+    child = spawn_detached(["sh", "-c", script], tmp_path, {**os.environ, TOKEN_VARIABLE: TOKEN}, log)
     with started(["sleep", "602"]) as stranger:
         supervisor = Machine().identity(child.pid)
 
@@ -175,7 +175,7 @@ def test_the_session_and_marked_children_outside_of_it_belong_to_a_run(tmp_path)
             assert stranger.pid not in {item.pid for item in processes_of_run(supervisor, TOKEN, Machine())}
         finally:
             for item in processes_of_run(supervisor, TOKEN, Machine()):
-                Posix().end(item, Machine())
+                send_signal(item, signal.SIGKILL, Machine())
     until(lambda: not processes_of_run(supervisor, TOKEN, Machine()))
 
 
@@ -183,14 +183,14 @@ def test_a_detached_process_leads_a_session_reads_nothing_and_appends_to_its_log
     log = tmp_path / "log"
     log.write_text("before\n")
     program = "import os, sys; print(os.getsid(0) == os.getpid(), repr(sys.stdin.read())); sys.exit(5)"
-    child = Posix().spawn([sys.executable, "-c", program], tmp_path, os.environ, log)
+    child = spawn_detached([sys.executable, "-c", program], tmp_path, os.environ, log)
     assert child.wait(20) == 5 and log.read_text() == "before\nTrue ''\n"
 
 
 def test_a_lower_priority(tmp_path):
     program = (
-        "import os, psutil; from scu_trainer.runs.process import Posix; before = os.nice(0); "
-        "said = Posix().lower_priority(3); print(said, os.nice(0) - before, int(psutil.Process().ionice().value))"
+        "import os, psutil; from scu_trainer.runs.process import lower_priority; before = os.nice(0); "
+        "said = lower_priority(3); print(said, os.nice(0) - before, int(psutil.Process().ionice().value))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["[]", "3", "7"]
@@ -202,49 +202,9 @@ def test_what_is_not_possible_is_said(monkeypatch):
 
     monkeypatch.setattr(os, "nice", refuse)
     monkeypatch.setattr(psutil.Process, "ionice", refuse)
-    first, second = Posix().lower_priority(3)
+    first, second = lower_priority(3)
     assert (
         first == "nice 3 was not possible: Operation not permitted" and "disk priority could not be lowered" in second
     )
     monkeypatch.delattr(psutil.Process, "ionice")
-    assert Posix().lower_priority(3)[1] == "this system has no disk priority (ionice)"
-
-
-# -- Windows, by injection ---------------------------------------------------------------------------------------------
-
-
-def test_windows_detaches_and_has_classes_of_priority(tmp_path):
-    calls, classes = [], []
-    handle = SimpleNamespace(nice=classes.append)
-    windows = Windows(popen=lambda words, **options: calls.append((words, options)), process=lambda *_: handle)
-    windows.spawn(["a", "b"], tmp_path, {"X": "1"}, tmp_path / "log")
-    ((words, options),) = calls
-    assert words == ["a", "b"] and options["creationflags"] == 0x208 and options["stdin"] == subprocess.DEVNULL
-    assert "start_new_session" not in options and options["env"] == {"X": "1"}
-    for nice in (0, 10, 19):
-        windows.lower_priority(nice)
-    assert classes == [0x4000, 0x40]
-
-
-def test_windows_ends_only_the_process_that_was_meant():
-    killed = []
-    windows = Windows(process=lambda pid: SimpleNamespace(kill=lambda: killed.append(pid)))
-    assert windows.end(RUN, Laid({7: ProcessInfo(100.0, "running")})) and killed == [7]
-    assert not windows.end(RUN, Laid({7: ProcessInfo(101.0, "running")})) and killed == [7]
-    assert windows.ask_to_stop(RUN, Laid({7: ProcessInfo(100.0, "running")})) and not windows.ask_to_stop(RUN, Laid())
-
-
-def test_windows_looks_for_the_request_and_interrupts_itself(tmp_path):
-    seen = []
-    windows = Windows(interrupt=lambda: seen.append((tmp_path / "stop").exists()))
-    windows.LOOK_EVERY_S = 0.01
-    windows.watch_for_stop(tmp_path / "stop")
-    time.sleep(0.05)
-    assert seen == []
-    (tmp_path / "stop").touch()
-    until(lambda: seen == [True])
-
-
-def test_the_platform_by_its_name():
-    assert type(subject.this_platform("win32")) is Windows
-    assert type(subject.this_platform("linux")) is type(subject.this_platform("darwin")) is Posix
+    assert lower_priority(3)[1] == "this system has no disk priority (ionice)"

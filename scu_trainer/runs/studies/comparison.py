@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any
 
 from scu_trainer.errors import StorageError
 from scu_trainer.runs.launch import command, environment
-from scu_trainer.runs.process import TOKEN_VARIABLE, Machine, Platform, processes_with_token, this_platform
+from scu_trainer.runs.process import TOKEN_VARIABLE, Machine, processes_with_token, send_signal, spawn_detached
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
@@ -37,7 +38,7 @@ def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> 
     """Start a run in a new session: Ctrl-C in the terminal reaches only this process, which passes it on once."""
     with console.open("a") as output:
         output.write(f"{START_LINE}{time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    return this_platform().spawn(words, Path.cwd(), variables, console)
+    return spawn_detached(words, Path.cwd(), variables, console)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class Hands:
 
     spawn: Spawn = spawn
     machine: Machine = field(default_factory=Machine)
-    platform: Platform = field(default_factory=this_platform)
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = lambda line: None
@@ -179,11 +179,11 @@ def stop_remaining_runs(folder: Path, hands: Hands) -> None:
     if supervisors:
         hands.say(f"an earlier start was killed; its remaining runs write a checkpoint and stop: {len(supervisors)}")
     for process in supervisors:  # only once: a second signal would end them without a checkpoint
-        hands.platform.ask_to_stop(process, hands.machine)
+        send_signal(process, signal.SIGTERM, hands.machine)
     while left := processes_with_token(comparison_token(folder), hands.machine):
         if not any(_leads_session(process.pid) for process in left):  # data loader workers of a dead run
             for process in left:
-                hands.platform.end(process, hands.machine)
+                send_signal(process, signal.SIGKILL, hands.machine)
         hands.sleep(LOOK_EVERY_S)
 
 
