@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, fields
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, Optional, Union, get_args, get_origin, get_type_hints
@@ -124,13 +124,9 @@ def check_values(
                 _check_number(prefix + item.name, item.default, value, allowed.get(item.name, Allowed()))
 
 
-def _union_members(hint: Any) -> Iterator[Any]:
-    """Yield the types of a Union, or the type itself."""
-    if get_origin(hint) in (Union, types.UnionType):
-        for part in get_args(hint):
-            yield from _union_members(part)
-    else:
-        yield hint
+def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the types of a Union, or the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _check_number(name: str, default: Any, value: float, allowed: Allowed) -> None:

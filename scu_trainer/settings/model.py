@@ -163,22 +163,15 @@ class ModelSettings:
         return self.dtype == "bfloat16" and self.tuning == "full"
 
     def _check_adapters(self) -> None:
-        given = changed_fields(self)
-        misplaced = next((name for name in OF_ADAPTERS if self.tuning == "full" and name in given), None)
-        require(
-            misplaced is None,
-            f"{misplaced} is for adapters, but tuning is full, which has none; drop it, or set tuning: lora",
-        )
-        misplaced = next((name for name in OF_LORA if self.peft_type == "vera" and name in given), None)
-        require(
-            misplaced is None,
-            f"{misplaced} is for LoRA, but peft_type is vera, which does not have it; drop one of them",
-        )
-        misplaced = next((name for name in PATTERNS if self.tuning != "full" and name in given), None)
-        require(
-            misplaced is None,
-            f"{misplaced} is for tuning: full; for adapters, set lora_target_modules or exclude_modules",
-        )
+        is_full, given = self.tuning == "full", changed_fields(self)
+        is_vera = self.peft_type == "vera"
+        for names, are_refused, why in (
+            (OF_ADAPTERS, is_full, "adapters, but tuning is full, which has none; drop it, or set tuning: lora"),
+            (OF_LORA, is_vera, "LoRA, but peft_type is vera, which does not have it; drop one of them"),
+            (PATTERNS, not is_full, "tuning: full; for adapters, set lora_target_modules or exclude_modules"),
+        ):
+            misplaced = next((name for name in names if are_refused and name in given), None)
+            require(misplaced is None, f"{misplaced} is for {why}")
         for name in PATTERNS:
             _check_patterns(name, getattr(self, name) or ())
         self._check_initial()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional, Union
+from typing import Any, Literal, Optional, Union
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings.base import Allowed, changed_fields, check_fields, option, require
@@ -17,6 +17,15 @@ FEWEST_RETAIN_DOCUMENTS = 16
 
 MEASURES = ("law", "target_s", "measure", "prior", "sigma", "tokens", "ema_alpha")
 """Fields that define how S is measured; all others define how it is controlled."""
+
+DEFAULTS_OF_LAWS: dict[str, tuple[Any, Any]] = {
+    "actuator": ("penalty", "decoupled"),
+    "lambda_min": (1e-4, 0.0),
+    "lambda_max": (10.0, math.inf),
+    "ema_alpha": (0.1, 0.05),
+    "deadband": (0.002, 0.0),
+}
+"""Field -> its default for the original law, and for all others."""
 
 ALLOWED = {
     "sigma": Allowed(above=0),
@@ -154,30 +163,26 @@ class RegularizationSettings:
 
     @property
     def resolved_actuator(self) -> str:
-        if self.actuator != "auto":
-            return self.actuator
-        return "penalty" if self.law == "original" else "decoupled"
+        return self._or_default("actuator")
 
     @property
     def lambda_bounds(self) -> tuple[float, float]:
         """Smallest and largest lambda, with the defaults of the law filled in."""
-        low, high = (1e-4, 10.0) if self.law == "original" else (0.0, math.inf)
-        return (
-            low if self.lambda_min is None else self.lambda_min,
-            high if self.lambda_max is None else self.lambda_max,
-        )
+        return self._or_default("lambda_min"), self._or_default("lambda_max")
 
     @property
     def resolved_ema_alpha(self) -> float:
-        if self.ema_alpha is not None:
-            return self.ema_alpha
-        return 0.1 if self.law == "original" else 0.05
+        return self._or_default("ema_alpha")
 
     @property
     def resolved_deadband(self) -> float:
-        if self.deadband is not None:
-            return self.deadband
-        return 0.002 if self.law == "original" else 0.0
+        return self._or_default("deadband")
+
+    def _or_default(self, name: str) -> Any:
+        value, (of_original, of_others) = getattr(self, name), DEFAULTS_OF_LAWS[name]
+        if value not in (None, "auto"):
+            return value
+        return of_original if self.law == "original" else of_others
 
 
 SAMPLED = "sampled"
