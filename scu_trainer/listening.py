@@ -12,10 +12,13 @@ import errno
 import hmac
 import ipaddress
 import socket
-from collections.abc import Collection, Mapping
-from typing import Optional
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.errors import SettingsError
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
 
 HOST = "127.0.0.1"
 MOST_PORT, PORT_OF_HTTP = 65535, 80
@@ -71,10 +74,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return opened
 
 
-def refusal_status(hosts: Collection[str], headers: Mapping[str, str], host_count: int) -> Optional[int]:
+def refusal_status(hosts: Collection[str], headers: Headers) -> Optional[int]:
     """Return the status code that refuses a request which was sent to another name than ours, or came from a foreign
-    page; None if the request is accepted. ``host_count``: the number of Host headers."""
-    if headers.get("host", "").lower() not in hosts or host_count != 1:
+    page; None if the request is accepted."""
+    if headers.get("host", "").lower() not in hosts or len(headers.getlist("host")) != 1:
         return FOREIGN_HOST
     origin = headers.get("origin")
     is_foreign = origin is not None and origin.lower().removeprefix("http://") not in hosts

@@ -56,7 +56,7 @@ class Guard:
 
     def _refusal_or_redirect(self, scope: Any, headers: Headers) -> Optional[Response]:
         """Return what to send instead of the page; None if the request may see it."""
-        code = refusal_status(self._hosts, headers, len(headers.getlist("host")))
+        code = refusal_status(self._hosts, headers)
         if code is not None:
             return _refusal(STRANGERS[code], code)
         if self._is_token(headers.get("authorization", "").removeprefix("Bearer ")):

@@ -43,7 +43,7 @@ class Guard:
         await self.app({**scope, "method": _method(scope)}, receive, send)
 
     def _check(self, scope: Any, headers: Headers) -> None:
-        status = None if self._hosts is None else refusal_status(self._hosts, headers, len(headers.getlist("host")))
+        status = None if self._hosts is None else refusal_status(self._hosts, headers)
         if status is not None:
             ours = " or ".join(sorted(self._hosts))
             raise BadRequest(f"{STRANGERS[status]}; this server is {ours}", status=status)
