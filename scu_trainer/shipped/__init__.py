@@ -33,10 +33,7 @@ def recipe(word: str) -> str:
 
     Raises SettingsError for a name that is neither. A path that does not exist is returned as it is.
     """
-    found = _found("recipes", word)
-    if found is None and _is_name(word):
-        raise SettingsError(_unknown(word, ["recipes"]) + "; or give the path of a file")
-    return word if found is None else str(found)
+    return _path("recipes", word, "a file")
 
 
 def deepspeed(word: str) -> str:
@@ -45,10 +42,7 @@ def deepspeed(word: str) -> str:
     Raises SettingsError for a name that is neither. A configuration given as text, and a path that does not exist, are
     returned as they are.
     """
-    found = _found("ds_configs", word)
-    if found is None and _is_name(word):
-        raise SettingsError(_unknown(word, ["ds_configs"]) + "; or give the path of a JSON file")
-    return word if found is None else str(found)
+    return _path("ds_configs", word, "a JSON file")
 
 
 def here(folder: str) -> Path:
@@ -82,9 +76,12 @@ def _about_zero(zero: dict) -> str:
     return f"ZeRO-{zero['stage']}" + (f" with {' and '.join(away)} in main memory" if away else "")
 
 
-def _found(folder: str, word: str) -> Path | None:
-    """Return None if ``word`` is a file, because the user's own files take precedence over those of the package."""
-    return None if Path(word).is_file() else _shipped(folder, word)
+def _path(folder: str, word: str, what: str) -> str:
+    """Return the path of the file of the package with this name. The user's own files take precedence."""
+    found = None if Path(word).is_file() else _shipped(folder, word)
+    if found is None and re.fullmatch(r"[\w-]+", word) and not Path(word).exists():
+        raise SettingsError(f"{_unknown(word, [folder])}; or give the path of {what}")
+    return word if found is None else str(found)
 
 
 def _shipped(folder: str, word: str) -> Path | None:
@@ -93,10 +90,6 @@ def _shipped(folder: str, word: str) -> Path | None:
         if word in (path.stem, path.name, f"{folder}/{path.name}"):
             return path
     return None
-
-
-def _is_name(word: str) -> bool:
-    return re.fullmatch(r"[\w-]+", word) is not None and not Path(word).exists()
 
 
 def _unknown(name: str, folders: Iterable[str]) -> str:
