@@ -96,7 +96,7 @@ def _open_folder(folder: Path) -> Iterator[int]:
 def _remove_entry(folder: int, name: str, found: os.stat_result) -> int:
     if not stat.S_ISDIR(found.st_mode):
         os.unlink(name, dir_fd=folder)
-        return _freed_bytes(found)
+        return freed_bytes(found)
     freed = _bytes_below(folder, name)
     shutil.rmtree(name, dir_fd=folder)  # refuses a link that replaced the folder in the meantime
     return freed
@@ -104,13 +104,14 @@ def _remove_entry(folder: int, name: str, found: os.stat_result) -> int:
 
 def _bytes_below(folder: int, name: str) -> int:
     return sum(
-        _freed_bytes(os.stat(file, dir_fd=inside, follow_symlinks=False))
+        freed_bytes(os.stat(file, dir_fd=inside, follow_symlinks=False))
         for _, _, files, inside in os.fwalk(name, dir_fd=folder, follow_symlinks=False)
         for file in files
     )
 
 
-def _freed_bytes(found: os.stat_result) -> int:
+def freed_bytes(found: os.stat_result) -> int:
+    """Return the bytes that removing this entry frees: none unless it is a regular file without other hard links."""
     is_last_name = found.st_nlink == 1
     return found.st_size if is_last_name and stat.S_ISREG(found.st_mode) else 0
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.errors import StorageError
-from scu_trainer.safe_paths import remove_inside
+from scu_trainer.safe_paths import freed_bytes, remove_inside
 
 PROC = Path("/proc")
 TEMPORARY_NAME = "[a-z0-9_]{8}"
@@ -144,10 +145,8 @@ def _open_files(process: Path) -> Iterator[Path]:
 
 def size_bytes(path: Path) -> int:
     """Return the bytes that removing ``path`` frees: those of its regular files that have no other hard links."""
-    if not path.is_dir() or path.is_symlink():
-        status = path.lstat()
-        return status.st_size if status.st_nlink == 1 and path.is_file() and not path.is_symlink() else 0
-    return sum(size_bytes(Path(entry.path)) for entry in os.scandir(path))
+    found = path.lstat()
+    return sum(map(size_bytes, path.iterdir())) if stat.S_ISDIR(found.st_mode) else freed_bytes(found)
 
 
 def cached(cache_dir: Path, kinds: Sequence[str], who: Users) -> Iterator[Leftover]:
