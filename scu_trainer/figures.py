@@ -16,9 +16,11 @@ UNITS = {
 }  # fmt: skip
 """The unit that a loss is averaged over, by task."""
 
+NONE = "-"
+"""Shown for a figure that is missing, never a zero."""
+
 LARGEST_BITS = 1023.0
 """The perplexity of more bits would overflow a float."""
-
 
 NATS_PER_BIT = math.log(2.0)
 """The one definition of the conversion."""

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.figures import NONE
 from scu_trainer.report.files import RunFiles
 from scu_trainer.report.run_plots import number
 from scu_trainer.run_files import format_bytes
 
 PLACES = ("output_dir", "run_name", "logging_dir")
 """Settings that say where a run is stored, not how it trains."""
-
-MISSING = "-"
 
 
 def differences(runs: Sequence[RunFiles]) -> list[list[str]]:
@@ -36,9 +35,9 @@ def _facts(run: RunFiles) -> dict[str, Any]:
     versions = run.config.get("versions") or {}
     return {
         **run.settings,
-        "data fingerprint": (run.config.get("data") or {}).get("fingerprint", MISSING),
-        "processes": run.config.get("world_size", MISSING),
-        "git commit": run.config.get("git_commit") or MISSING,
+        "data fingerprint": (run.config.get("data") or {}).get("fingerprint", NONE),
+        "processes": run.config.get("world_size", NONE),
+        "git commit": run.config.get("git_commit") or NONE,
         **{f"version of {name}": version for name, version in versions.items()},
     }
 
@@ -59,7 +58,7 @@ def hardware(run: RunFiles) -> list[tuple[str, str]]:
     if found:
         gpus = [f"{gpu.get('name')}, {_size(gpu.get('total_bytes'))}" for gpu in found.get("gpus") or []]
         rows = [
-            ("trained on", str(found.get("device", MISSING))),
+            ("trained on", str(found.get("device", NONE))),
             ("GPUs", "; ".join(gpus) or "none"),
             (
                 "CPU",
@@ -78,7 +77,7 @@ def hardware(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def _size(size_bytes: Optional[float]) -> str:
-    return MISSING if size_bytes is None else format_bytes(size_bytes)
+    return NONE if size_bytes is None else format_bytes(size_bytes)
 
 
 def repeat_yaml(run: RunFiles) -> str:
@@ -104,4 +103,4 @@ def repeat_command(run: RunFiles, config: Path) -> str:
 def as_rows(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
     """Merge the values of several runs into rows: a name, then the value of each run, or a dash if a run lacks it."""
     names = list(dict.fromkeys(name for column in columns for name in column))
-    return [[name, *(column.get(name, MISSING) for column in columns)] for name in names]
+    return [[name, *(column.get(name, NONE) for column in columns)] for name in names]

@@ -1,4 +1,4 @@
-"""Format the figures of a run as text, the same way on every page. A missing figure is a dash, never a zero."""
+"""Format the figures of a run as text, the same way on every page."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Optional
 
-from scu_trainer.figures import before_and_after, best_evaluation, bits_of, count_text, held_out_size
+from scu_trainer.figures import NONE, before_and_after, best_evaluation, bits_of, count_text, held_out_size
 from scu_trainer.report.files import RunFiles, newest, points
 from scu_trainer.report.run_plots import in_bits, number, only_measured, ooms
 from scu_trainer.run_files import format_bytes
 from scu_trainer.settings.mixture import dataset_label
 from scu_trainer.settings.tasks import TEXT
-
-NONE = "-"
 
 
 def key_figures(run: RunFiles) -> list[tuple[str, str]]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from scu_trainer.figures import bits_of
+from scu_trainer.figures import NONE, bits_of
 from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.progress import Progress
 from scu_trainer.runs.state import Report
-
-NONE = "-"
 
 
 def status_words(report: Report) -> str:

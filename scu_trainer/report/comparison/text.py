@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from scu_trainer.figures import in_percent
+from scu_trainer.figures import NONE, in_percent
 from scu_trainer.report.comparison.report import data_unit
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.settings.base import as_typed
 
 Record = Mapping[str, Any]
-NOTHING = "-"
 
 
 def heads(record: Record) -> tuple[str, ...]:
@@ -43,15 +42,15 @@ def _table_row(row: Mapping[str, Any], has_accuracy: bool) -> tuple[str, ...]:
         *(accuracy if has_accuracy else ()),
         with_half_width(row["held_out_bpt"], ".3f"),
         with_half_width(row["difference"], "+.3f"),
-        *(() if has_accuracy else (NOTHING if lowest is None else f"{lowest:.3f}",)),
-        NOTHING if row["tracking_error"] is None else f"{row['tracking_error']:.1%}",
+        *(() if has_accuracy else (NONE if lowest is None else f"{lowest:.3f}",)),
+        NONE if row["tracking_error"] is None else f"{row['tracking_error']:.1%}",
         settled(row),
     )
 
 
 def settled(row: Mapping[str, Any]) -> str:
     if row["settled"] is None:
-        return NOTHING
+        return NONE
     if row["settling_step"] is None:
         return "never"
     share = "" if row["settled"] == row["finished"] else f" ({row['settled']}/{row['finished']})"
@@ -61,7 +60,7 @@ def settled(row: Mapping[str, Any]) -> str:
 def with_half_width(interval: Optional[Mapping[str, Any]], style: str) -> str:
     """Format a value with half of its interval: "6.791 ±0.120". A single run has no interval."""
     if interval is None:
-        return NOTHING
+        return NONE
     value = f"{interval['value']:{style}}"
     return value if interval["high"] is None else f"{value} ±{interval['high'] - interval['value']:{style.lstrip('+')}}"
 
