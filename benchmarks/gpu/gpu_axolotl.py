@@ -65,7 +65,7 @@ def _axolotl_settings(job: CardJob, folder: str, out: str) -> dict[str, Any]:
         "optimizer": "adamw_torch_fused",
         "save_strategy": "no",
         "val_set_size": 0,
-        "plugins": ["gpu_axolotl.Watching"],
+        "plugins": [f"{__name__}.Watching"],
     }
 
 

@@ -4,11 +4,13 @@ shown."""
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 import time
 import warnings
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -131,6 +133,17 @@ def test_without_cuda(monkeypatch, capsys):
 
 
 # -- points ------------------------------------------------------------------------------------------------------------
+
+
+def test_axolotl_finds_the_plugin_that_has_the_window(monkeypatch, tmp_path):
+    """Axolotl imports it by name, which must not be that of a second copy of its module."""
+    for name in ("cli.args", "cli.config", "common.datasets", "integrations.base", "train"):
+        monkeypatch.setitem(sys.modules, f"axolotl.{name}", Mock(BasePlugin=object))
+    monkeypatch.setitem(sys.modules, ours := "benchmarks.gpu.gpu_axolotl", None)
+    del sys.modules[ours]  # after the test, the module with the stand-ins is forgotten
+    module = importlib.import_module(ours)
+    plugin = module._axolotl_settings(Mock(token_rows=list, lora_rank=None), "model", str(tmp_path))["plugins"][0]
+    assert plugin == f"{module.Watching.__module__}.{module.Watching.__qualname__}"
 
 
 def test_the_order_is_that_of_importance():
