@@ -64,7 +64,7 @@ def what_is_measured(device: str) -> str:
 
 
 def _work(console: Console, name: str, shape: Shape, given) -> dict:
-    plan = splitting.Plan(DISTRIBUTIONS[name], shape, given.windows, given.device)
+    plan = splitting.SplitPlan(DISTRIBUTIONS[name], shape, given.windows, given.device)
     result = splitting.measured(plan, given.caps)
     unit = "CPU s" if given.device == "cpu" else "s"
     console.print(splitting.work_table(result, unit))

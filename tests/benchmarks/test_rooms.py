@@ -39,6 +39,12 @@ def defined(path):
     return names
 
 
+def read(tree, module):
+    """Names that are read from a module, as in ``module.name``."""
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    return {node.attr for node in found if node.value.id == module}
+
+
 def test_every_script_has_a_room_and_no_room_is_crowded():
     assert [path.name for path in BENCHMARKS.glob("*.py")] == ["__init__.py"]
     assert all(len(list((BENCHMARKS / room).glob("*.py"))) <= 16 for room in ROOMS)
@@ -52,6 +58,7 @@ def test_imports_among_the_benchmarks_are_found(script):
             path = common.ROOT.joinpath(*module.split("."))
             if path.is_dir():
                 assert (path / f"{name}.py").is_file(), f"{module}.{name}"
+                assert read(tree, name) <= defined(path / f"{name}.py"), f"{module}.{name}"
             else:
                 assert name in defined(path.with_suffix(".py")), f"{module}.{name}"
         elif module.split(".")[0] in OWN:
