@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.gpu import gpu_table
 from benchmarks.gpu.gpu_shapes import SHAPES, TUNINGS
 from benchmarks.gpu.gpu_work import CONTENDERS, LENGTHS, Point, obstacle, result_of
-from benchmarks.lib.common import RESULTS, not_repeated
+from benchmarks.lib.common import not_repeated
 from benchmarks.lib.outcome import finish
 
 NAME = "gpu"
@@ -167,7 +167,7 @@ def _earlier_results(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of an earlier run with the same GPU and work that this run has not measured again."""
     ran = [result for result in found if result["status"] in RAN]
     now = next((result for result in ran if result["card"]), None)
-    if now is None or not (RESULTS / f"{NAME}.json").is_file():
+    if now is None:
         return []
     same = (now["card"], now["work"])
     again = {tuple(result[key] for key in SUBJECT) for result in found}  # a failure, too, replaces an earlier result

@@ -25,7 +25,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.headline import splitting
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
 from benchmarks.studies import real_memory
 
@@ -51,7 +51,7 @@ def main() -> int:
     limited = _limited(console, shape, given)
     if not is_small:
         device = what_is_measured("cuda")
-        write_result("gpu_memory", command_line(), {"device": device, "work": work, "limited": limited})
+        write_result("gpu_memory", {"device": device, "work": work, "limited": limited})
     return 0
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import httpx
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from scu_trainer.board.acts import RunActions
 from scu_trainer.board.app import Board
 from tests.report.made_runs import make_run
@@ -84,7 +84,7 @@ def main() -> int:
         print(f"{name:<16} {value:.3f}")
     print(f"{runs} runs of {steps} steps: first list in {found['first_slowest_s']:.2f} s at most")
     if not options.quick:
-        write_result("board", command_line(), {"runs": runs, "steps": steps, **found})
+        write_result("board", {"runs": runs, "steps": steps, **found})
     return int(found["first_slowest_s"] > MOST_S)
 
 

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from benchmarks.lib.memory_work import MIB, Shape, Witness, in_fresh_process
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, rows_in_chunk
 
@@ -290,7 +290,7 @@ def main() -> None:
         console.print(table(found))
     console.print(*missed or ["all targets met"], sep="\n")
     targets = {"time_over_stock": TIME_TARGET, "gradient_difference": GRADIENT_TARGET, "peak_over_stock": PEAK_TARGETS}
-    write_result("chunked_loss", command_line(), {"targets": targets, "missed": missed, "subjects": results})
+    write_result("chunked_loss", {"targets": targets, "missed": missed, "subjects": results})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import RESULTS
+from benchmarks.lib.common import earlier
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from docs.draw_run import draw
 
@@ -113,8 +113,7 @@ def main() -> int:
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Return the results by part. Parts that were not asked for come from the last results file."""
-    kept = RESULTS / "front_door.json"
-    before = json.loads(kept.read_text()) if kept.exists() else {}
+    before = earlier("front_door")
     record = {part: before[part] for part in PARTS if part in before}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

@@ -21,7 +21,6 @@ not fit, the plan is only cautious.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -34,7 +33,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import RESULTS, command_line, write_result
+from benchmarks.lib.common import earlier, write_result
 from benchmarks.lib.memory_estimate.bench import Bench
 from benchmarks.lib.memory_estimate.cases import CASES, named, tiny
 from benchmarks.lib.memory_work import MIB
@@ -105,28 +104,23 @@ def summary(rows: list[dict[str, Any]], limits: list[dict[str, Any]]) -> dict[st
     }
 
 
-def stored(key: str) -> list[dict[str, Any]]:
-    path = RESULTS / f"{NAME}.json"
-    return json.loads(path.read_text())[key] if path.is_file() else []
-
-
 def merged(key: str, rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Merge ``rows`` into the stored rows, and replace those of the same runs."""
     now = {tuple(row[name] for name in names): row for row in rows}
-    before = {tuple(row[name] for name in names): row for row in stored(key)}
+    before = {tuple(row[name] for name in names): row for row in earlier(NAME).get(key, [])}
     return list((before | now).values())
 
 
 def write(rows: list[dict[str, Any]], limits: list[dict[str, Any]]) -> None:
     rows = merged("results", rows, ("name", "device"))
     limits = merged("limits", limits, ("name", "device", "share"))
-    write_result(NAME, command_line(), {**summary(rows, limits), "results": rows, "limits": limits})
+    write_result(NAME, {**summary(rows, limits), "results": rows, "limits": limits})
 
 
 def report(given: argparse.Namespace, bench: Bench) -> None:
     cases = named(CASES[given.cases or given.device], given.only)
     cases = [tiny(case) for case in cases] if given.tiny else cases
-    known = {(row["name"], row["device"]): row for row in stored("results")}
+    known = {(row["name"], row["device"]): row for row in earlier(NAME).get("results", [])}
     rows, limits = [], []
     for case in cases:
         if given.predict_only:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import command_line, not_repeated, write_result
+from benchmarks.lib.common import not_repeated, write_result
 from benchmarks.studies.kneser_ney import of_run
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def main() -> int:
         results = [job.result() for job in waiting]
     show(results)
     kept = not_repeated("recipes", results, ("recipe", "seed", "branch"))
-    write_result("recipes", command_line(), {"together": options.together, "results": [*kept, *results]})
+    write_result("recipes", {"together": options.together, "results": [*kept, *results]})
     broken = failures(results)
     print("\n".join(broken) or "all targets met")
     return 1 if broken else 0

@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Trainer, TrainerCallback
 
-from benchmarks.lib.common import command_line, shown, write_result
+from benchmarks.lib.common import shown, write_result
 from benchmarks.lib.memory_work import (
     DISTRIBUTIONS,
     MIB,
@@ -337,7 +337,7 @@ def main() -> None:
     for name in given.lengths:
         results.append(measured(SplitPlan(DISTRIBUTIONS[name], shape, given.windows), given.caps))
         console.print(work_table(results[-1]), *summary_lines(results[-1]["summary"]), sep="\n")
-    write_result("splitting", command_line(), {"targets": TARGETS, "padding": figures, "work": results})
+    write_result("splitting", {"targets": TARGETS, "padding": figures, "work": results})
 
 
 if __name__ == "__main__":

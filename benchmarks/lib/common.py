@@ -73,12 +73,13 @@ def quiet(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def write_result(name: str, command: str, result: dict[str, Any]) -> Path:
-    """Write results/NAME.json: the figures, and the command, date, machine and versions that they come from."""
+def write_result(name: str, result: dict[str, Any], command: Optional[str] = None) -> Path:
+    """Write results/NAME.json: the figures, and the command (by default this one), date, machine and versions that they
+    come from."""
     RESULTS.mkdir(exist_ok=True)
     record = {
         "benchmark": name,
-        "command": command,
+        "command": command or command_line(),
         "date": datetime.date.today().isoformat(),
         "machine": {
             "processor": profiled_cpu().name,
@@ -107,12 +108,16 @@ def _is_installed(name: str) -> bool:
     return any(importlib.metadata.distributions(name=name))
 
 
+def earlier(name: str) -> dict[str, Any]:
+    """Return what results/NAME.json holds; {} without that file."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def not_repeated(name: str, results: list[dict[str, Any]], keys: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the results in results/NAME.json that ``results`` does not repeat. ``keys``: fields that name a run."""
-    path = RESULTS / f"{name}.json"
-    before = json.loads(path.read_text())["results"] if path.is_file() else []
     now = {tuple(result[key] for key in keys) for result in results}
-    return [result for result in before if tuple(result[key] for key in keys) not in now]
+    return [result for result in earlier(name).get("results", []) if tuple(result[key] for key in keys) not in now]
 
 
 def command_line() -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Optional
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,4 @@ def finish(
         "figures": {key: asdict(one) for key, one in figures.items()},
         **results,
     }
-    return write_result(name, command_line(), record)
+    return write_result(name, record)

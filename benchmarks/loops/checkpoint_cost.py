@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from benchmarks.lib.common import command_line, quiet, write_result
+from benchmarks.lib.common import quiet, write_result
 from benchmarks.lib.turns import another_first
 from scu_trainer import SCUTrainer
 from scu_trainer.train.checkpoints import format as checkpoint
@@ -155,7 +155,7 @@ def main() -> None:
     for result in results:
         ratio = result["hashes_in_whole_save"]
         print(f"{result['tuning']}: a whole save with hashes takes {ratio:.3f} of one without (target {TARGET_RATIO})")
-    write_result("checkpoint_cost", command_line(), {"target_ratio": TARGET_RATIO, "results": results})
+    write_result("checkpoint_cost", {"target_ratio": TARGET_RATIO, "results": results})
 
 
 if __name__ == "__main__":

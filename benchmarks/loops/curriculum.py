@@ -37,7 +37,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import RESULTS, command_line, write_result
+from benchmarks.lib.common import RESULTS, write_result
 from benchmarks.lib.curriculum_work import DIGITS, GROUPED, LARGE_TEXT, TEXT, TRIMMED, UNIFORM, Run, padding, run
 from scu_trainer.train.run_directory.logs import run_log
 
@@ -358,7 +358,7 @@ def main() -> None:
         "table": [text_of(row) for row in rows],
         "runs": [{**asdict(one), **_without_points(figures)} for one, figures in runs.items()],
     }
-    write_result("curriculum_large" if given.large else "curriculum", command_line(), result)
+    write_result("curriculum_large" if given.large else "curriculum", result)
 
 
 if __name__ == "__main__":

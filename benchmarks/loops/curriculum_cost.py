@@ -34,7 +34,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import command_line, shown, write_result
+from benchmarks.lib.common import shown, write_result
 from benchmarks.lib.curriculum_work import TEXT, text_model
 from benchmarks.lib.memory_work import (
     DISTRIBUTIONS,
@@ -262,7 +262,7 @@ def main() -> None:
     console.print(planning_table(plans))
     tracked = [in_fresh_process(tracking, model, options.steps, allocator=KEPT_MEMORY) for model in MODELS]
     console.print(tracking_table(tracked))
-    write_result("curriculum_cost", command_line(), {"targets": TARGETS, "tracking": tracked, "planning": plans})
+    write_result("curriculum_cost", {"targets": TARGETS, "tracking": tracked, "planning": plans})
 
 
 if __name__ == "__main__":

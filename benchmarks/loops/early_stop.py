@@ -29,7 +29,6 @@ from transformers import TrainerCallback
 
 from benchmarks.lib.common import (
     collator,
-    command_line,
     embedded_data,
     embedded_model,
     quiet,
@@ -154,7 +153,7 @@ def main() -> None:
                 results.append({"condition": name, "seed": seed, **run(seed, options.steps, condition)})
                 print(name, seed, {k: shown(v) for k, v in results[-1]["excess"].items()}, flush=True)
     _report(results)
-    write_result("early_stop", command_line(), {"threshold": THRESHOLD, "sigma": SIGMA, "results": results})
+    write_result("early_stop", {"threshold": THRESHOLD, "sigma": SIGMA, "results": results})
 
 
 def _report(results: list[dict[str, Any]]) -> None:

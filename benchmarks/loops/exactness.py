@@ -192,7 +192,7 @@ def main() -> None:
     print_tables(results)
     figures = summary(results)
     if not options.no_result:
-        write_result("exactness", f"python benchmarks/loops/exactness.py --cases {options.cases}", figures)
+        write_result("exactness", figures, f"python benchmarks/loops/exactness.py --cases {options.cases}")
     sys.exit(1 if figures["wrong_without_a_word"] else 0)
 
 

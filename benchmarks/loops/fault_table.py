@@ -43,7 +43,7 @@ from rich.progress import track
 from rich.table import Column, Table
 from transformers import BertForSequenceClassification
 
-from benchmarks.lib.common import command_line, quiet, write_result
+from benchmarks.lib.common import quiet, write_result
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.synthetic import synthetic
 from scu_trainer.run_files import read_rows
@@ -345,7 +345,7 @@ def main() -> None:
     for failure in failures:
         Console(width=200).print(failure)
     result = {"every": options.every, "steps": STEPS, "places": sum(counts.values()), **totals}
-    write_result("fault_table", command_line(), {**result, "failures": failures, "rows": rows})
+    write_result("fault_table", {**result, "failures": failures, "rows": rows})
 
 
 def summary(found: list[Outcome]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from tests.fuzz.cases import KINDS, make_case
 from tests.fuzz.site import Site, make_site
 from tests.fuzz.verdict import ACCEPTED, FAILED, OFFENCES, REFUSED, Verdict, clear, run_case
@@ -136,7 +136,7 @@ def main() -> int:
             return again(site, options.again, console)
         result = run_all(site, list(numbered(options.cases, options.seed, options.kinds)), console)
     show(result, console)
-    write_result("fuzz", command_line(), {"seed": options.seed, "cases": options.cases, **result})
+    write_result("fuzz", {"seed": options.seed, "cases": options.cases, **result})
     return 1 if result["offenders"] or result["disagreements"] else 0
 
 

@@ -26,7 +26,7 @@ from rich.table import Table
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a pool of threads does not survive the fork of a start
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from tests.faults import campaign
 from tests.faults.conftest import Site, make_site
 
@@ -96,7 +96,7 @@ def main() -> int:
     table.add_row("runs whose weights, histories and figure are those of the unbroken one, in every digit",
                   str(result["runs_as_the_unbroken_one"]))  # fmt: skip
     console.print(table)
-    write_result("kill_campaign", command_line(), {"seed": options.seed, **result})
+    write_result("kill_campaign", {"seed": options.seed, **result})
     return 1 if result["harmed"] or result["starts_that_missed_a_checkpoint"] else 0
 
 

@@ -26,7 +26,6 @@ from transformers import TrainerCallback
 
 from benchmarks.lib.common import (
     collator,
-    command_line,
     embedded_data,
     embedded_model,
     quiet,
@@ -121,7 +120,7 @@ def main() -> None:
             f"{r['direct_fraction']:.3%}",
         )
     Console(width=110).print(table)
-    write_result("loop_cost", command_line(), {"results": results})
+    write_result("loop_cost", {"results": results})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import command_line, embedded_model, quiet, scratch_arguments, write_result
+from benchmarks.lib.common import embedded_model, quiet, scratch_arguments, write_result
 from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape, TokenRows, pad
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
@@ -101,7 +101,7 @@ def main() -> None:
     *counted, _ = found.values()
     verdict = "kept" if all(one["share"] < AIM for one in counted) else "MISSED"
     Console().print(f"aim: less than {AIM:.0%} of the run with 32 rows a step: {verdict}")
-    write_result("loss_analysis_cost", command_line(), {"steps": options.steps, "subjects": found})
+    write_result("loss_analysis_cost", {"steps": options.steps, "subjects": found})
 
 
 if __name__ == "__main__":

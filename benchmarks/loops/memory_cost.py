@@ -39,7 +39,6 @@ from transformers import Trainer, TrainerCallback
 
 from benchmarks.lib.common import (
     collator,
-    command_line,
     embedded_data,
     embedded_model,
     quiet,
@@ -236,7 +235,7 @@ def main() -> None:
     counts = (given.steps, given.large_steps)
     results = [in_fresh_process(measure, *pair, allocator=KEPT_MEMORY) for pair in zip(SUBJECTS, counts, strict=True)]
     Console(width=150).print(table_of(results))
-    write_result("memory_cost", command_line(), {"aim": AIM, "results": results})
+    write_result("memory_cost", {"aim": AIM, "results": results})
 
 
 if __name__ == "__main__":

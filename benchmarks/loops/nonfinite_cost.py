@@ -32,7 +32,6 @@ from transformers import TrainerCallback
 
 from benchmarks.lib.common import (
     collator,
-    command_line,
     embedded_data,
     embedded_model,
     quiet,
@@ -156,7 +155,7 @@ def main() -> None:
             f"{r['direct_fraction']:.3%}",
         )
     Console(width=110).print(table, f"target: a ratio of at most {TARGET_RATIO}")
-    write_result("nonfinite_cost", command_line(), {"target_ratio": TARGET_RATIO, "results": results})
+    write_result("nonfinite_cost", {"target_ratio": TARGET_RATIO, "results": results})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import collator, command_line, embedded_model, shown, write_result
+from benchmarks.lib.common import collator, embedded_model, shown, write_result
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.data import DataStatistics, PreparedData, default_cache_dir, embedded_tokenizer
 from scu_trainer.data.store import open_arrow, write_arrow
@@ -114,7 +114,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         result = measure(Path(folder), options.rows, options.length)
     Console(width=110).print(table(result))
-    write_result("preflight", command_line(), {"target_seconds": TARGET_SECONDS, **result})
+    write_result("preflight", {"target_seconds": TARGET_SECONDS, **result})
 
 
 if __name__ == "__main__":

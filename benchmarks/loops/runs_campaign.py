@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a pool of threads does not 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from tests.faults import campaign
 from tests.faults.conftest import Site, make_site
 from tests.runs import background
@@ -97,7 +97,7 @@ def main() -> int:
     console.print(table)
     for line in result["wrong"][:20]:
         console.print(line)
-    write_result("runs_campaign", command_line(), {"seed": options.seed, **result})
+    write_result("runs_campaign", {"seed": options.seed, **result})
     return 1 if result["wrong"] or result["harmed"] else 0
 
 

@@ -28,7 +28,6 @@ from rich.table import Table
 
 from benchmarks.lib.common import (
     collator,
-    command_line,
     embedded_data,
     embedded_model,
     quiet,
@@ -137,7 +136,7 @@ def main() -> None:
     Console(width=110).print(table)
     for text in sorted({json.dumps(r["notices"]) for r in results if r["notices"]}):
         Console(width=110).print(text)
-    write_result("tracking", command_line(), {"results": results})
+    write_result("tracking", {"results": results})
 
 
 if __name__ == "__main__":

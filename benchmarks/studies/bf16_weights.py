@@ -30,7 +30,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from benchmarks.studies.distillation import llama
 from benchmarks.studies.optimizers import state_bytes
 from scu_trainer.cli.configuration import read_job
@@ -127,7 +127,7 @@ def main() -> None:
             summaries = {arm: summary(rows, runs[arms[0]]) for arm, rows in runs.items()}
             results[f"{rate:g}"] = {"runs": runs, "summary": summaries}
             console.print(table(rate, summaries))
-    write_result("bf16_weights", command_line(), {"steps": STEPS, "rates": results})
+    write_result("bf16_weights", {"steps": STEPS, "rates": results})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from scu_trainer.cli.configuration import read_job
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
 from scu_trainer.train.session.session import run
@@ -149,7 +149,7 @@ def main() -> None:
             console.print(study, rows[-1])
         results[study] = {"steps": STEPS[study], "rows": rows, "summary": summary(rows)}
     console.print(table(results))
-    write_result("distillation", command_line(), results)
+    write_result("distillation", results)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 from transformers import Trainer, get_scheduler
 
-from benchmarks.lib.common import command_line, not_repeated, quiet, write_result
+from benchmarks.lib.common import not_repeated, quiet, write_result
 from benchmarks.lib.memory_work import Witness
 from benchmarks.lib.turns import Contender, Ended, TakesTurns, Turns, rounds, values
 from scu_trainer.cli.configuration import read_job
@@ -195,7 +195,7 @@ def main() -> None:
     results = sorted(
         [*not_repeated("families", results, ("recipe", "group")), *results], key=lambda r: FAMILIES.index(r["recipe"])
     )
-    write_result("families", command_line(), {"results": results})
+    write_result("families", {"results": results})
 
 
 if __name__ == "__main__":

@@ -42,9 +42,8 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from benchmarks.lib.common import (
-    RESULTS,
     collator,
-    command_line,
+    earlier,
     embedded_data,
     quiet,
     scratch_arguments,
@@ -279,12 +278,6 @@ def _scores(row: Mapping[str, Any]) -> Optional[DocumentScores]:
     return DocumentScores(np.array(row["nats"].split(), dtype=float), np.array(row["tokens"].split(), dtype=int))
 
 
-def kept() -> dict[str, list[dict[str, Any]]]:
-    """Return the trainings in the results file, by condition."""
-    path = RESULTS / f"{NAME}.json"
-    return json.loads(path.read_text())["trainings"] if path.is_file() else {}
-
-
 def _nats(scores: Optional[DocumentScores]) -> float:
     return math.inf if scores is None else float(scores.nats.sum() / scores.tokens.sum())
 
@@ -311,7 +304,7 @@ def measure(points: Points, every: Sequence[Points], scratch: Path, console: Con
         points.found[rate, steps] = trainings.trained(points.condition.rates[rate], steps)
         nats = _nats(points.found[rate, steps])
         console.print(f"{points.condition.name}: {points.condition.rates[rate]:.2e}, {steps} steps: {nats:.4f} nats")
-        write_result(NAME, command_line(), {"trainings": {one.condition.name: one.rows() for one in every}})
+        write_result(NAME, {"trainings": {one.condition.name: one.rows() for one in every}})
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -397,7 +390,7 @@ def report(every: Sequence[Points], console: Console) -> None:
     console.print(grid.table(TITLE))
     left_out = [points.condition.name for points in every if points not in judged]
     console.print(f"the best rate of their grid is not known yet: {'; '.join(left_out)}" if left_out else "")
-    write_result(NAME, command_line(), {"missed": missed, "not_judged": left_out, "trainings": trainings})
+    write_result(NAME, {"missed": missed, "not_judged": left_out, "trainings": trainings})
 
 
 def main() -> None:
@@ -406,7 +399,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="train nothing, judge by the results that are there")
     asked, console = parser.parse_args(), Console(highlight=False, soft_wrap=True, width=140)
     torch.set_num_threads(1)
-    scratch, before = Path(tempfile.gettempdir()) / "find_rate", kept()
+    scratch, before = Path(tempfile.gettempdir()) / "find_rate", earlier(NAME).get("trainings", {})
     scratch.mkdir(exist_ok=True)
     every = [Points(condition, before.get(condition.name, ())) for condition in CONDITIONS]
     chosen = [points for points in every if not asked.only or any(word in points.condition.name for word in asked.only)]

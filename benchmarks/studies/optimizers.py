@@ -35,7 +35,7 @@ from rich.table import Table
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import Trainer, TrainingArguments
 
-from benchmarks.lib.common import command_line, write_result
+from benchmarks.lib.common import write_result
 from scu_trainer.errors import RequirementError
 from scu_trainer.hardware.optimizers import check_optimizer
 
@@ -146,7 +146,7 @@ def main() -> None:
     console.print(table(rows))
     count = sum(weight.numel() for weight in weights(options.million_weights, "cpu"))
     name = "optimizers" if options.device == "cpu" else f"optimizers_{options.device}"
-    write_result(name, command_line(), {"device": options.device, "weights": count, "optimizers": rows})
+    write_result(name, {"device": options.device, "weights": count, "optimizers": rows})
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from rich.table import Table
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import Trainer, TrainerCallback
 
-from benchmarks.lib.common import command_line, shown, write_result
+from benchmarks.lib.common import shown, write_result
 from benchmarks.lib.memory_work import (
     MIB,
     SHORTEST_ROW,
@@ -319,7 +319,7 @@ def main() -> None:
     compared = compare(job, given.share)
     console = Console(width=170)
     console.print(table_of(compared, job), *notes(compared), sep="\n", highlight=False, markup=False)
-    write_result("real_memory", command_line(), compared)
+    write_result("real_memory", compared)
 
 
 if __name__ == "__main__":

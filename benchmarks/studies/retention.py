@@ -39,9 +39,9 @@ from scipy.interpolate import PchipInterpolator
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import (
-    RESULTS,
     collator,
     command_line,
+    earlier,
     embedded_tokenizer,
     quiet,
     scratch_arguments,
@@ -205,7 +205,7 @@ def picture(scene: Scene, budget: float, steps: int) -> None:
         if isinstance(loop, Retention):
             found["with"] |= _figures(loop)
     bpt = {side: scores.bpt for side, scores in scene.base.items()}
-    write_result("retention_run", command_line(), {"rate": RATE, "steps": steps, "base_bits": bpt, **found})
+    write_result("retention_run", {"rate": RATE, "steps": steps, "base_bits": bpt, **found})
 
 
 def _loop(scene: Scene, what: dict[str, Any]) -> Optional[Loop]:
@@ -376,9 +376,8 @@ def main() -> None:
     contenders = {
         name: what for name, what in contenders.items() if name in only or ("ours" in only and name.startswith("ours"))
     }
-    path = RESULTS / "retention.json"
-    before = json.loads(path.read_text()) if path.is_file() else {"results": [], "commands": []}
-    results, commands = before["results"], [*before["commands"]]
+    before = earlier("retention")
+    results, commands = before.get("results", []), before.get("commands", [])
     done = {tuple(result[key] for key in KEYS) for result in results}
     for seed in asked.seeds:
         for pair in asked.pairs:
@@ -402,7 +401,7 @@ def _write(results: list[dict[str, Any]], commands: list[str]) -> None:
     """Write the results. ``commands``: all commands that computed cells."""
     tables = {name: {"heads": heads, "rows": rows} for name, (heads, rows) in summary(results).items()}
     found = {"rate": RATE, "batch": BATCH, "commands": commands, "tables": tables, "results": results}
-    write_result("retention", commands[0], found)
+    write_result("retention", found, commands[0])
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import ROOT, command_line, write_result
+from benchmarks.lib.common import ROOT, write_result
 
 SET_ASIDE = {
     "started": "date",
@@ -328,7 +328,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     show(console, compared)
     results = [asdict(one) | {"are_weights_equal": one.are_weights_equal} for one in compared]
     record = {"against": against, "max_steps": given.max_steps, "set_aside": SET_ASIDE, "results": results}
-    write_result("same_runs", command_line(), record)
+    write_result("same_runs", record)
     return 1 if any(one.differences for one in compared) else 0
 
 

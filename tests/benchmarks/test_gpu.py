@@ -286,8 +286,7 @@ def test_unequal_work_is_said():
 
 
 def test_the_file_keeps_what_an_earlier_run_measured(monkeypatch, tmp_path):
-    for module in (common, gpu):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     monkeypatch.setattr(gpu_table, "_flops_per_token", lambda point: 1e9)
     given = gpu.options(["--repeats", "1"])
     elsewhere = result("axolotl", card="another card")

@@ -128,7 +128,7 @@ def without_training(monkeypatch):
     seen = []
     monkeypatch.setattr(same_runs, "trained", lambda recipe, tree, run_dir, steps: write(run_dir, str(run_dir)) or "")
     monkeypatch.setattr(same_runs, "checked_out", lambda ref, folder: contextlib.nullcontext(same_runs.ROOT))
-    monkeypatch.setattr(same_runs, "write_result", lambda name, command, record: seen.append((name, record)))
+    monkeypatch.setattr(same_runs, "write_result", lambda *written: seen.append(written))
     return seen
 
 
