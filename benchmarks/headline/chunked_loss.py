@@ -45,6 +45,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from benchmarks.lib.common import write_result
 from benchmarks.lib.memory_work import MIB, Shape, Witness, in_fresh_process
+from benchmarks.lib.outcome import Grid
 from scu_trainer.train.loss.rows.kernels import chunked_linear_cross_entropy, rows_in_chunk
 
 TOKENS, ROWS = 2048, 8
@@ -242,13 +243,9 @@ def measured(subjects: list[Subject], rounds: int) -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> Table:
-    shown = Table(title=f"{TOKENS} tokens per step; chunked / stock")
-    columns = "vocab", "rows", "peak, MiB", "stock", "/ stock", "CPU s", "stock", "/ stock", "gradient apart"
-    shown.add_column("subject")
-    for name in columns:
-        shown.add_column(name, justify="right")
-    for row in results:
-        shown.add_row(
+    heads = ("subject", "vocab", "rows", "peak, MiB", "stock", "/ stock", "CPU s", "stock", "/ stock", "gradient apart")
+    rows = [
+        (
             row["subject"],
             str(row["vocab"]),
             str(row["rows_per_chunk"]),
@@ -258,7 +255,9 @@ def table(results: list[dict[str, Any]]) -> Table:
             f"{row['time_over_stock']:.3f}",
             f"{row['gradient_difference']:.1e}",
         )
-    return shown
+        for row in results
+    ]
+    return Grid(heads, rows).table(f"{TOKENS} tokens per step; chunked / stock")
 
 
 def verdicts(row: dict[str, Any]) -> list[str]:

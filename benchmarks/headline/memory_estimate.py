@@ -69,9 +69,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def limit_table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title="under a hard limit, as a share of what the run takes without one")
-    for name in ("training", "limit", "MiB", "ended", "plan", ""):
-        shown.add_column(name)
+    heads = ("training", "limit", "MiB", "ended", "plan", "")
+    shown = Table(*heads, title="under a hard limit, as a share of what the run takes without one")
     for row in rows:
         says = {None: "-", True: "fits", False: "does not fit"}[row["plan_fits"]]
         wrong = "WRONG" if is_wrong(row) else ""

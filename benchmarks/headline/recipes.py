@@ -80,9 +80,8 @@ def failures(results: list[dict[str, Any]]) -> list[str]:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    table = Table(title="held-out results by seed")
-    for name in ("recipe", "seed", "result", "to beat", "S against target", "seconds"):
-        table.add_column(name)
+    heads = ("recipe", "seed", "result", "to beat", "S against target", "seconds")
+    table = Table(*heads, title="held-out results by seed")
     for r in sorted(results, key=lambda r: (r["recipe"], r["branch"], r["seed"])):
         alone = f" ({r['branch']} alone)" if r["branch"] else ""
         if "accuracy" in r:

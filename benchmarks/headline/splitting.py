@@ -52,6 +52,7 @@ from benchmarks.lib.memory_work import (
     pad,
     trainer_for,
 )
+from benchmarks.lib.outcome import Grid
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step.batches.reduction import Reduction
@@ -264,34 +265,18 @@ def measured(plan: SplitPlan, caps: list[int]) -> dict[str, Any]:
 
 
 def padding_table(figures: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"tokens processed / tokens in the rows, {PADDING_ROWS} rows per optimizer step")
-    for name in ("lengths", "rows", "cut to 2048", "stock", "ours, on a CPU", "ours, on a GPU", "aim"):
-        table.add_column(name, justify="left" if name == "lengths" else "right")
+    aim, rows = f"{TARGETS['processed_over_real']:.2f}", []
     for row in figures:
         ratios = [f"{row[name]:.3f}" for name in ("stock", "cpu", "cuda")]
-        aim = f"{TARGETS['processed_over_real']:.2f}"
-        table.add_row(row["lengths"], str(row["rows"]), str(row["cut_to_longest"]), *ratios, aim)
-    return table
+        rows.append((row["lengths"], str(row["rows"]), str(row["cut_to_longest"]), *ratios, aim))
+    grid = Grid(("lengths", "rows", "cut to 2048", "stock", "ours, on a CPU", "ours, on a GPU", "aim"), rows)
+    return grid.table(f"tokens processed / tokens in the rows, {PADDING_ROWS} rows per optimizer step")
 
 
 def work_table(result: dict[str, Any], unit: str = "CPU s") -> Table:
-    table = Table(
-        title=f"{result['lengths']} lengths, {WINDOW_ROWS} rows per optimizer step, {result['windows']} steps"
-    )
-    columns = (
-        f"{unit} per step",
-        "/ stock",
-        "/ ours",
-        "processed / real",
-        "peak, MiB",
-        "gradient apart",
-        "weights apart",
-    )
-    table.add_column("contender")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in result["contenders"]:
-        table.add_row(
+    others = ("/ stock", "/ ours", "processed / real", "peak, MiB", "gradient apart", "weights apart")
+    rows = [
+        (
             row["contender"],
             f"{row['seconds_per_step']:.2f}",
             f"{row['over_stock']:.3f}",
@@ -301,7 +286,10 @@ def work_table(result: dict[str, Any], unit: str = "CPU s") -> Table:
             f"{row['gradient_difference']:.1e}",
             f"{row['weights_difference']:.1e}",
         )
-    return table
+        for row in result["contenders"]
+    ]
+    title = f"{result['lengths']} lengths, {WINDOW_ROWS} rows per optimizer step, {result['windows']} steps"
+    return Grid(("contender", f"{unit} per step", *others), rows).table(title)
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:

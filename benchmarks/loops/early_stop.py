@@ -157,9 +157,9 @@ def main() -> None:
 
 
 def _report(results: list[dict[str, Any]]) -> None:
-    table = Table(title=f"held-out bits per token above the best stop (S threshold {THRESHOLD}, never reached: -)")
-    for name in ("condition", "best step", "S effective", "S factors", f"{PASSES} passes", "to the end"):
-        table.add_column(name)
+    heads = ("condition", "best step", "S effective", "S factors", f"{PASSES} passes", "to the end")
+    title = f"held-out bits per token above the best stop (S threshold {THRESHOLD}, never reached: -)"
+    table = Table(*heads, title=title)
     rules = ("effective", "factors", "passes", "end")
     for name in CONDITIONS:
         mine = [r for r in results if r["condition"] == name]

@@ -100,16 +100,8 @@ def main() -> None:
     options = parser.parse_args()
     with run_log():
         results = [measure(tuning, options.steps, options.batch_rows) for tuning in ("lora", "full")]
-    table = Table(title="cost of the regularization loop, measuring and decaying at every step")
-    for name in (
-        "tuning",
-        "step off, ms",
-        "step on, ms",
-        "ratio of medians",
-        "median of paired ratios",
-        "time in the loop",
-    ):
-        table.add_column(name)
+    heads = ("tuning", "step off, ms", "step on, ms", "ratio of medians", "median of paired ratios", "time in the loop")
+    table = Table(*heads, title="cost of the regularization loop, measuring and decaying at every step")
     for r in results:
         table.add_row(
             r["tuning"],

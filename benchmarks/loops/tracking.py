@@ -126,9 +126,8 @@ def main() -> None:
     options = parser.parse_args()
     with run_log():
         results = campaign(options.seeds, options.steps)
-    table = Table(title="tracking of S on the embedded recipe")
-    for name in ("case", "seed", "settled", "overshoot", "bias", "deviation", "verdict"):
-        table.add_column(name)
+    heads = ("case", "seed", "settled", "overshoot", "bias", "deviation", "verdict")
+    table = Table(*heads, title="tracking of S on the embedded recipe")
     for r in results:
         deviation = r["largest_deviation"] if r["case"].startswith("data change") else None
         cells = [_percent(value) for value in (r["overshoot"], r["bias"], deviation)]

@@ -164,9 +164,9 @@ def speed(ended: Mapping[str, Ended], own: str, other: str) -> float:
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    table = Table(title="steps per second of ours against the better of the other contenders, and held-out scores")
-    for name in ("recipe", "run", "arithmetic", "ms per step", "ratio", "held out"):
-        table.add_column(name)
+    heads = ("recipe", "run", "arithmetic", "ms per step", "ratio", "held out")
+    title = "steps per second of ours against the better of the other contenders, and held-out scores"
+    table = Table(*heads, title=title)
     for r in results:
         scores = r["held_out_accuracy"] or r["held_out_bpt"]
         style = "{:.1%}" if r["held_out_accuracy"] else "{:.3f} bits"
