@@ -8,11 +8,7 @@ import pytest
 
 from scu_trainer.figures import UNITS, before_and_after, best_evaluation, bits_of
 from scu_trainer.settings.tasks import KINDS
-
-
-def interval(value: float, half: float = 0.1) -> dict[str, float]:
-    return {"value": value, "low": value - half, "high": value + half, "confidence": 0.95}
-
+from tests.report.made_runs import interval
 
 TEXT = {
     "held_out_bpt_before": interval(3.0),

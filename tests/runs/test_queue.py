@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from scu_trainer.runs import queue as subject
 from scu_trainer.runs import room
 from scu_trainer.runs.process import Identity, Machine, ProcessInfo
 from scu_trainer.runs.queue import DeviceQueue, FileLock, wait_for_turn
+from tests.runs.test_process import until
 
 
 class Laid(Machine):
@@ -87,7 +87,7 @@ def test_a_turn_lives_through_exec_and_ends_with_the_process_however_it_ends(tmp
     place = line.join(process(5), tmp_path)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(path)])
     try:
-        _until(lambda: Path(f"/proc/{holder.pid}/comm").read_text().strip() == "sleep")
+        until(lambda: Path(f"/proc/{holder.pid}/comm").read_text().strip() == "sleep")
         assert not line.take_turn(place)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
@@ -95,13 +95,6 @@ def test_a_turn_lives_through_exec_and_ends_with_the_process_however_it_ends(tmp
     finally:
         holder.kill()
         holder.wait()
-
-
-def _until(what, patience_s=20.0):
-    begun_s = time.monotonic()
-    while not what():
-        assert time.monotonic() - begun_s < patience_s
-        time.sleep(0.005)
 
 
 def test_waiting_tells_once_what_for_and_goes_when_there_is_room(tmp_path):
