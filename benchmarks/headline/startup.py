@@ -67,20 +67,15 @@ def questions(scratch: Path) -> dict[str, Contenders]:
             "stock": ([*stock, "--output_dir", str(scratch / "stock")], "'loss'"),
         },
         MISTAKES: {
-            "ours, a name": (_refused("--learning_rat", "1e-4"), ""),
-            "ours, a value": (_refused("--lora_r", "many"), ""),
-            "stock, a value": ([*_failing(stock), "--learning_rate", "many"], ""),
+            "ours, a name": (_failing([*ours, "train", "--learning_rat", "1e-4"]), ""),
+            "ours, a value": (_failing([*ours, "train", "--lora_r", "many"]), ""),
+            "stock, a value": (_failing([*stock, "--learning_rate", "many"]), ""),
         },
         "commands without torch": {
             "scu-trainer --help": ([*ours, "--help"], ""),
             "scu-trainer runs list": ([*ours, "runs", "list", "--root", str(scratch)], ""),
         },
     }
-
-
-def _refused(*flags: str) -> list[str]:
-    words = [sys.executable, "-m", "scu_trainer.cli.main", "train", *flags]
-    return _failing(words)
 
 
 def _failing(words: Sequence[str]) -> list[str]:

@@ -97,12 +97,12 @@ LARGE_TEXT = {
 HELD_OUT_MODULES = 0.15
 
 
-def text_model(vocab: int = 2048) -> LlamaForCausalLM:
+def text_model() -> LlamaForCausalLM:
     """Return a model of about 0.7 million random weights."""
     hidden = TEXT["hidden"]
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=vocab,
+            vocab_size=2048,
             hidden_size=hidden,
             intermediate_size=2 * hidden,
             num_hidden_layers=TEXT["layers"],

@@ -73,8 +73,8 @@ def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return made
 
 
-def _bert(kind: type, dropout: float = 0.0, **changes: Any) -> Callable[[], nn.Module]:
-    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+def _bert(kind: type, **changes: Any) -> Callable[[], nn.Module]:
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return _seeded(lambda: kind(BertConfig(vocab_size=VOCAB, max_position_embeddings=64, **SIZES, **rates, **changes)))
 
 
@@ -107,17 +107,16 @@ def _resnet() -> nn.Module:
 class Plain(nn.Module):
     """A user's module that computes its own loss. ``late_from``: the call from which the loss has another term."""
 
-    def __init__(self, loss: Callable, late_from: int = 0, dropout: float = 0.0) -> None:
+    def __init__(self, loss: Callable, late_from: int = 0) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCAB, 12)
         self.inner, self.out = nn.Linear(12, 12), nn.Linear(12, CLASSES)
-        self.dropout = nn.Dropout(dropout)
         self.loss, self.late_from = loss, late_from
         self.register_buffer("late", torch.zeros(()))
 
     def forward(self, input_ids, attention_mask, labels=None):
         mask = attention_mask.unsqueeze(-1).to(self.out.weight.dtype)
-        states = self.dropout(self.inner(self.table(input_ids)).tanh()) * mask
+        states = self.inner(self.table(input_ids)).tanh() * mask
         pooled = states.sum(dim=1) / mask.sum(dim=1)
         logits = self.out(pooled)
         found = {"logits": logits}
@@ -367,7 +366,7 @@ def _padded(lists: list[list[int]], fill: int) -> torch.Tensor:
 # -- cases -------------------------------------------------------------------------------------------------------------
 
 
-def _plain_module(name: str, draw: random.Random) -> dict[str, Any]:
+def _plain_module(name: str) -> dict[str, Any]:
     splits, loss = PLAIN[name]
     return {"loss": name, "splits": splits, "make": _seeded(lambda: Plain(loss))}
 
@@ -450,7 +449,7 @@ FAMILIES: dict[str, tuple[float, Callable, Callable[[random.Random], dict[str, A
             "make": _seeded(lambda: Speech(how)),
         },
     ),
-    "module": (10, _classified, lambda draw: _plain_module(draw.choice(list(PLAIN)), draw)),
+    "module": (10, _classified, lambda draw: _plain_module(draw.choice(list(PLAIN)))),
     "module that changes": (2, _classified, _late_module),
 }
 
