@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
+from scu_trainer.hardware.probe import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
@@ -174,9 +175,7 @@ stream = client.chat.completions.create(model="{name}", messages=messages, max_t
 def _served(run: str, asked: str) -> str:
     from openai import OpenAI
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     words, name = f"serve {run} --port {port}", Path(run).name
     process = subprocess.Popen(
         [*PROGRAM, *words.split()], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

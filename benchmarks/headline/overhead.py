@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -69,7 +69,7 @@ def main() -> None:
     for tuning, rank in TUNINGS.items():
         tuned = replace(job, lora_rank=rank)
         raced[tuning] = race(CONTENDERS, tuned, repeats, steps_per_turn=STEPS_PER_TURN, warm_up_steps=WARM_UP_STEPS)
-    results = [{"tuning": tuning, **one.known()} for tuning, contenders in raced.items() for one in contenders.values()]
+    results = [{"tuning": tuning, **asdict(one)} for tuning, contenders in raced.items() for one in contenders.values()]
     title = "rows of one length: nothing to gain, what do the loops cost?"
     finish("overhead", title, grid_of(raced), figures_of(raced), quick=given.quick, repeats=repeats, results=results)
 

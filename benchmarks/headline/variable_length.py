@@ -171,7 +171,7 @@ def main() -> None:
     others = {"words": Shape.vocab, "hidden": Shape.hidden, "layers": Shape.layers, "template": 0, "precision": "no"}
     parts = [f"{part}_{value}" for part, usual in others.items() if (value := getattr(given, part)) != usual]
     name = "_".join(["variable_length", *[given.lengths] * (given.lengths != "alpaca"), *parts])
-    results = [one.known() for one in raced.values()]
+    results = [asdict(one) for one in raced.values()]
     finish(
         name,
         title,

@@ -14,7 +14,6 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -25,11 +24,9 @@ from transformers import Trainer
 from benchmarks.lib.common import ROOT
 from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, SHORTEST_ROW, TokenRows, Witness, counted, trainer_for
 from benchmarks.lib.text_job import Job, held_out_bits
-from benchmarks.studies.real_memory import Limits, Record, RecordedOurs, RecordedStock
+from benchmarks.studies.real_memory import Limits, Record, RecordedOurs, RecordedStock, changes_of
 from scu_trainer.errors import OutOfMemory
-from scu_trainer.run_files import read_rows
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.loops.memory import MemoryLoop
 from scu_trainer.train.run_directory.logs import run_log
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
 
@@ -145,12 +142,11 @@ def _counted(trainer: Trainer, record: Record, job: Job, error: Optional[str]) -
 def _pieces(trainer: Trainer) -> dict[str, Any]:
     """Return how ours split: micro-batches, tokens with padding, and every change of the size with its reason."""
     statistics = trainer.micro_batches.loop.statistics
-    changes = read_rows(Path(trainer.args.output_dir) / MemoryLoop.history_file)
     return {
         "chunks": statistics.chunks,
         "processed_tokens": statistics.processed_tokens,
         "failed_tokens": statistics.failed_tokens,
-        "changes": [{name: row[name] for name in ("step", "tokens_per_chunk", "reason")} for row in changes],
+        "changes": changes_of(trainer),
     }
 
 

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.lib.text_job import SHIFT, Job
 from scu_trainer.train.loss.rows.products import by_onednn, is_onednn_faster
+from scu_trainer.train.step.costs import wait_for
 
 SIDES = {"cpu": 2048, "cuda": 8192}
 """Side of the square matrices whose product measures the peak rate."""
@@ -91,14 +92,9 @@ def _fastest_s(work: Callable[[], object], device: torch.device) -> float:
     seconds: list[float] = []
     work()
     while sum(seconds) < MEASURE_S or len(seconds) < 3:
-        _wait(device)
+        wait_for(device)
         begun_s = time.perf_counter()
         work()
-        _wait(device)
+        wait_for(device)
         seconds.append(time.perf_counter() - begun_s)
     return min(seconds)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

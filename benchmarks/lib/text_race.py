@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Optional
+from typing import Optional
 
 from benchmarks.lib.memory_work import EXACT_MEMORY, MIB, in_fresh_process
 from benchmarks.lib.text_job import Job, contender_of, memory, tiny
@@ -30,9 +30,6 @@ class Raced:
     held_out_bits: Optional[float] = None
     tokens: int = 0
     optimizer_steps: int = 0
-
-    def known(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def race(

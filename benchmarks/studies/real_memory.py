@@ -208,7 +208,7 @@ def run(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[s
         error = _train(trainer)
         wall_s = time.perf_counter() - begun_s
         limits.lift()
-        changes = _changes(trainer) if contender.ours else []
+        changes = changes_of(trainer) if contender.ours else []
     return {
         **_figures(trainer, record, len(rows), error),
         "wall_s": wall_s,
@@ -225,7 +225,8 @@ def _train(trainer: Trainer) -> Optional[str]:
     return None
 
 
-def _changes(trainer: Trainer) -> list[dict[str, Any]]:
+def changes_of(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return every change of the size of micro-batches, with its reason."""
     path = Path(trainer.args.output_dir) / MemoryLoop.history_file
     return [{name: row[name] for name in ("step", "tokens_per_chunk", "reason")} for row in read_rows(path)]
 
