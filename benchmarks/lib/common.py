@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -9,12 +10,15 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import patch
 
 import psutil
+import torch
 from rich.console import Console
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
@@ -51,7 +55,7 @@ def collator() -> Collator:
     return Collator.of(embedded_tokenizer(default_cache_dir(None)))
 
 
-@contextmanager
+@contextlib.contextmanager
 def scratch_arguments(**changes: Any) -> Iterator[TrainingArguments]:
     """Yield TrainingArguments that save nothing and print nothing."""
     defaults = {
@@ -71,6 +75,48 @@ def scratch_arguments(**changes: Any) -> Iterator[TrainingArguments]:
 def quiet(trainer: Trainer) -> Trainer:
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+class RowList(torch.utils.data.Dataset):
+    """Rows in memory. Each access returns a copy, which may be changed."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self.rows[index])
+
+
+class Stopwatch:
+    """Measures the CPU seconds spent in some functions, wherever they are called from."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+
+    def around(self, function: Callable) -> Callable:
+        @wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            begun_s = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:  # nested calls are already included
+                    self.seconds += time.process_time() - begun_s
+
+        return timed
+
+    @contextlib.contextmanager
+    def on(self, *places: tuple[Any, str]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for owner, name in places:
+                stack.enter_context(patch.object(owner, name, self.around(getattr(owner, name))))
+            yield
 
 
 def write_result(name: str, result: dict[str, Any], command: Optional[str] = None) -> Path:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +17,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.lib.memory_work import Witness
-from benchmarks.lib.turns import Contender, Ended, Turns
+from benchmarks.lib.turns import Contender, Ended, StepSeconds, Turns
 from benchmarks.studies.families import CONTENDERS, FLOAT32, read
 from scu_trainer.models.vision.inputs import PixelInputs
 from scu_trainer.train.job.components import TrainingComponents
@@ -109,21 +108,6 @@ def tiny(name: str) -> tuple[str, ...]:
     """Return the flags of a contender for a test run, which only shows that it runs. Compilation only traces."""
     flags = ("--dataset_size", "200", "--per_device_train_batch_size", "4")
     return (*flags, "--torch_compile_backend", "eager") if "--torch_compile" in WAYS[name].flags else flags
-
-
-@dataclass
-class StepSeconds:
-    """Replaces turns: nothing waits, and every step is a turn."""
-
-    seconds: list[float] = field(default_factory=list)
-    _begun_s: float = 0.0
-
-    def begin(self) -> None:
-        self._begun_s = time.perf_counter()
-
-    def step(self) -> None:
-        self.seconds.append(time.perf_counter() - self._begun_s)
-        self.begin()
 
 
 def tried_out(contenders: Sequence[Contender]) -> dict[str, Ended]:

@@ -12,7 +12,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Optional, TypeVar
 from unittest.mock import patch
@@ -62,6 +62,21 @@ class Turns:
     def _wait_for_turn(self) -> None:
         self._parent.recv()
         self._steps, self._begun_s = 0, time.perf_counter()
+
+
+@dataclass
+class StepSeconds:
+    """Replaces turns: nothing waits, and every step except the last one is a turn."""
+
+    seconds: list[float] = field(default_factory=list)
+    _begun_s: float = 0.0
+
+    def begin(self) -> None:
+        self._begun_s = time.perf_counter()
+
+    def step(self) -> None:
+        self.seconds.append(time.perf_counter() - self._begun_s)
+        self.begin()
 
 
 class TakesTurns(TrainerCallback):

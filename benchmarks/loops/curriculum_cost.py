@@ -21,11 +21,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Optional
-from unittest.mock import patch
 
 import numpy
 import torch
@@ -34,7 +32,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.common import shown, write_result
+from benchmarks.lib.common import Stopwatch, shown, write_result
 from benchmarks.lib.curriculum_work import TEXT, text_model
 from benchmarks.lib.memory_work import (
     DISTRIBUTIONS,
@@ -46,6 +44,7 @@ from benchmarks.lib.memory_work import (
     in_fresh_process,
     trainer_for,
 )
+from benchmarks.lib.outcome import Grid
 from scu_trainer import SCUTrainer
 from scu_trainer.control import curriculum as control
 from scu_trainer.control.difficulty import Snapshot
@@ -91,35 +90,6 @@ MODELS = (
 
 
 # -- tracking ----------------------------------------------------------------------------------------------------------
-
-
-class Stopwatch:
-    """Measures the CPU seconds spent in some functions, wherever they are called from."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._depth = 0
-
-    def around(self, function: Callable) -> Callable:
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            begun_s = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:  # nested calls are already included
-                    self.seconds += time.process_time() - begun_s
-
-        return timed
-
-    @contextlib.contextmanager
-    def on(self, *places: tuple[Any, str]) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for owner, name in places:
-                stack.enter_context(patch.object(owner, name, self.around(getattr(owner, name))))
-            yield
 
 
 TRACKING = (
@@ -222,28 +192,24 @@ def planning(methods: tuple[str, ...], samples: int) -> dict[str, Any]:
 
 
 def tracking_table(results: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"tracking the loss of every row (aim: ratio at most {TARGETS['tracking_over_none']:g})")
-    table.add_column("model")
-    for name in ("CPU ms without", "CPU ms with", "paired", "control", "loss", "inside tracking"):
-        table.add_column(name, justify="right")
-    for row in results:
-        table.add_row(
+    heads = ("model", "CPU ms without", "CPU ms with", "paired", "control", "loss", "inside tracking")
+    rows = [
+        (
             row["model"],
             *(f"{1e3 * row[name]:.1f}" for name in ("step_seconds_off", "step_seconds_on")),
             *(shown(row[name]) for name in ("median_of_paired_ratios", "control_paired_ratio", "loss_paired_ratio")),
             f"{row['share_inside_tracking']:.2%}",
         )
-    return table
+        for row in results
+    ]
+    title = f"tracking the loss of every row (aim: ratio at most {TARGETS['tracking_over_none']:g})"
+    return Grid(heads, rows).table(title)
 
 
 def planning_table(results: list[dict[str, Any]]) -> Table:
     aim = f"aim: at most {TARGETS['planning_seconds_per_million']:g}"
-    table = Table(title=f"planning an epoch, CPU seconds per million samples ({aim})")
-    table.add_column("methods")
-    table.add_column("seconds", justify="right")
-    for row in results:
-        table.add_row(row["methods"], f"{row['seconds_per_million']:.3f}")
-    return table
+    rows = [(row["methods"], f"{row['seconds_per_million']:.3f}") for row in results]
+    return Grid(("methods", "seconds"), rows).table(f"planning an epoch, CPU seconds per million samples ({aim})")
 
 
 def main() -> None:

@@ -25,27 +25,15 @@ import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
 # isort: split
 
 import torch
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.lib.common import quiet, write_result
+from benchmarks.lib.common import RowList, quiet, write_result
 from benchmarks.lib.exactness_cases import STEPS, Case, case_of, pad
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 
 BOUND = 1e-5
 WARNED = ("a split batch would not give the gradient", "batches run whole", "cannot be cut by rows")
-
-
-class Rows(Dataset):
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self.rows[index])
 
 
 class Gradients(TrainerCallback):
@@ -120,7 +108,7 @@ def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tenso
     trainer = kind(
         model=case.make(),
         args=arguments,
-        train_dataset=Rows(case.rows),
+        train_dataset=RowList(case.rows),
         data_collator=pad,
         callbacks=[found],
         compute_loss_func=case.loss_function,

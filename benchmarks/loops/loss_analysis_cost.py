@@ -25,7 +25,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.common import embedded_model, quiet, scratch_arguments, write_result
-from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape, TokenRows, pad
+from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape, TokenRows
+from benchmarks.lib.text_job import padded
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
 
@@ -37,12 +38,6 @@ SMALL = Shape(vocab=8_000, hidden=192, layers=4, longest_row=LONGEST_ROW)
 
 def rows(count: int, words: int) -> TokenRows:
     return TokenRows(DISTRIBUTIONS["alpaca"].draw(count, LONGEST_ROW), words)
-
-
-def batch(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    made = pad(items)
-    del made["sample_index"]
-    return made
 
 
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -63,7 +58,7 @@ def cost(
         remove_unused_columns=False,
     ) as arguments:
         data = rows(steps * BATCH_ROWS * accumulation, words)
-        trainer = SCUTrainer(model, arguments, train_dataset=data, data_collator=batch, memory=MemorySettings(), **own)
+        trainer = SCUTrainer(model, arguments, train_dataset=data, data_collator=padded, memory=MemorySettings(), **own)
         began = time.perf_counter()
         quiet(trainer).train()
         seconds = time.perf_counter() - began

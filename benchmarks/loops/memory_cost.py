@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, quantiles
@@ -38,6 +38,7 @@ from rich.table import Table
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.lib.common import (
+    Stopwatch,
     collator,
     embedded_data,
     embedded_model,
@@ -45,7 +46,8 @@ from benchmarks.lib.common import (
     scratch_arguments,
     write_result,
 )
-from benchmarks.lib.memory_work import KEPT_MEMORY, Shape, TokenRows, in_fresh_process, pad
+from benchmarks.lib.memory_work import KEPT_MEMORY, Shape, TokenRows, in_fresh_process
+from benchmarks.lib.text_job import padded
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.run_directory.logs import run_log
@@ -73,9 +75,7 @@ def llama() -> dict[str, Any]:
 
 
 def _padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    made = pad([{**row, "sample_index": 0} for row in rows])
-    del made["sample_index"]
-    return made
+    return padded([{**row, "sample_index": 0} for row in rows])
 
 
 SUBJECTS = {"embedded model, LoRA, 8 x 256": embedded, f"Llama 19M, {ROWS} x {ROW_TOKENS}": llama}
@@ -102,20 +102,10 @@ class Switch(TrainerCallback):
         self.optimizer: dict[bool, list[float]] = {True: [], False: []}
         self.own: list[float] = []
         self.first: list[float] = []
-        self._inside_s = self._stock_s = 0.0
+        self._inside, self._stock = Stopwatch(), Stopwatch()
         self._ended_s = self._optimizer_s = 0.0
-        self.micro_batches.loss = self._clocked(self.micro_batches.loss, "_inside_s")
-        trainer.stock_training_step = self._clocked(trainer.stock_training_step, "_stock_s")
-
-    def _clocked(self, function: Callable[..., Any], clock: str) -> Callable[..., Any]:
-        def clocked(*args: Any) -> Any:
-            begun_s = time.process_time()
-            try:
-                return function(*args)
-            finally:
-                setattr(self, clock, getattr(self, clock) + time.process_time() - begun_s)
-
-        return clocked
+        self.micro_batches.loss = self._inside.around(self.micro_batches.loss)
+        trainer.stock_training_step = self._stock.around(trainer.stock_training_step)
 
     def is_on(self, step: int) -> bool:
         """Whether control is on in ``step``, from 0: while every micro-batch is measured, then by PATTERN."""
@@ -130,15 +120,15 @@ class Switch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         now_s, step = time.process_time(), state.global_step - 1
         if step < LEARNING_WINDOWS:
-            self.first.append(self._inside_s - self._stock_s)
+            self.first.append(self._inside.seconds - self._stock.seconds)
         if step >= SETTLING:
             on = self.is_on(step)
             self.steps[on].append(now_s - self._ended_s)
             self.optimizer[on].append(self._optimizer_s)
             if on:
-                self.own.append(self._inside_s - self._stock_s)
+                self.own.append(self._inside.seconds - self._stock.seconds)
         self._set(self.is_on(step + 1))
-        self._inside_s = self._stock_s = 0.0
+        self._inside.seconds = self._stock.seconds = 0.0
         self._ended_s = time.process_time()
 
     def on_train_end(self, args, state, control, **kwargs):

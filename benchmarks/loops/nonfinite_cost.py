@@ -14,11 +14,9 @@ import argparse
 import contextlib
 import sys
 import time
-from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -31,6 +29,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 from benchmarks.lib.common import (
+    Stopwatch,
     collator,
     embedded_data,
     embedded_model,
@@ -66,10 +65,10 @@ class Begin(TrainerCallback):
 class Alternate(TrainerCallback):
     """Turns the guard off in every second step, or in all, and records the CPU time of each step."""
 
-    def __init__(self, trainer: SCUTrainer, measured: bool) -> None:
+    def __init__(self, trainer: SCUTrainer, measured: bool, inside: Stopwatch) -> None:
         self.trainer, self.guard, self.measured = trainer, trainer.nonfinite_guard, measured
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
-        self.inside_s = 0.0
+        self.inside = inside
         self._begin = Begin()
         self._others = [callback for callback in trainer.callback_handler.callbacks if callback is not self.guard]
 
@@ -81,7 +80,7 @@ class Alternate(TrainerCallback):
         if state.global_step > WARM_UP_STEPS:
             self.seconds[was_odd].append(time.process_time() - self._begin.begun_s)
         else:
-            self.inside_s = 0.0
+            self.inside.seconds = 0.0
         self._switch(on=not was_odd)
 
     def _switch(self, on: bool) -> None:
@@ -90,17 +89,6 @@ class Alternate(TrainerCallback):
         self.trainer.nonfinite_guard = self.guard if on else None
         own = [self.guard] if on else []
         self.trainer.callback_handler.callbacks = [self._begin, *own, *self._others, self]
-
-    def around(self, function: Any) -> Any:
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begun_s = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.inside_s += time.process_time() - begun_s
-
-        return timed
 
 
 def measure(tuning: str, steps: int, measured: bool = True) -> dict[str, Any]:
@@ -118,9 +106,9 @@ def measure(tuning: str, steps: int, measured: bool = True) -> dict[str, Any]:
         )
         trainer.args.logging_nan_inf_filter = False  # as the command line sets it
         quiet(trainer)
-        clock = Alternate(trainer, measured)
-        for owner, name in INSIDE:
-            stack.enter_context(patch.object(owner, name, clock.around(getattr(owner, name))))
+        inside = Stopwatch()
+        clock = Alternate(trainer, measured, inside)
+        stack.enter_context(inside.on(*INSIDE))
         trainer.train()
     on, off = clock.seconds[True], clock.seconds[False]
     return {
@@ -130,7 +118,7 @@ def measure(tuning: str, steps: int, measured: bool = True) -> dict[str, Any]:
         "step_ms_on": median(on) * 1e3,
         "ratio_of_medians": median(on) / median(off),
         "median_of_paired_ratios": median(a / b for a, b in zip(on, off, strict=False)),
-        "direct_fraction": clock.inside_s / sum(on),
+        "direct_fraction": inside.seconds / sum(on),
         "pairs": min(len(on), len(off)),
     }
 
@@ -142,9 +130,8 @@ def main() -> None:
     with run_log():
         results = [measure(*case) for case in (("lora", options.steps), ("full", options.steps))]
         results.append(measure("full", options.steps, measured=False))
-    table = Table(title="cost of looking for bad numbers in every step")
-    for name in ("tuning", "step off, ms", "step on, ms", "ratio of medians", "paired ratios", "time in the guard"):
-        table.add_column(name)
+    heads = ("tuning", "step off, ms", "step on, ms", "ratio of medians", "paired ratios", "time in the guard")
+    table = Table(*heads, title="cost of looking for bad numbers in every step")
     for r in results:
         table.add_row(
             r["tuning"] if r["measured"] else f"{r['tuning']}, control",

@@ -25,11 +25,9 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import wraps
 from pathlib import Path
 from statistics import mean, median_low
 from typing import Any, Optional
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -42,7 +40,7 @@ from transformers import TrainerCallback
 
 from benchmarks.lib import retention_work
 from benchmarks.lib.byte_models import byte_rows, setups, train
-from benchmarks.lib.common import collator, embedded_data, embedded_model, quiet, scratch_arguments
+from benchmarks.lib.common import RowList, Stopwatch, collator, embedded_data, embedded_model, quiet, scratch_arguments
 from benchmarks.lib.outcome import Figure, Grid, finish
 from scu_trainer import SCUTrainer
 from scu_trainer.control.guard.spikes import FEWEST, SpikeState, observe
@@ -106,17 +104,6 @@ def bad_row(kind: str, row: dict[str, Any], draw: random.Random) -> dict[str, An
         text = "".join(draw.choices(CYRILLIC, k=len(ids)))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][: len(ids)]
     return {"input_ids": ids, "labels": list(ids)}
-
-
-class ListOf(torch.utils.data.Dataset):
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return dict(self.rows[index])
 
 
 class ClipRows(Loop):
@@ -190,18 +177,7 @@ def tuned(name: str, base: str, seed: int, steps: int, kind: Optional[str], rate
     rows = [bad_row(kind, row, draw) if number in bad else row for number, row in enumerate(rows)]
     rows = [{key: row[key] for key in ("input_ids", "labels")} for row in rows]
     record, clip = Record(), ClipRows() if options.pop("clips_rows", False) else None
-    inside = [0.0]
-
-    def timed(function):
-        @wraps(function)
-        def wrapper(*args):
-            begun = time.process_time()
-            answer = function(*args)
-            inside[0] += time.process_time() - begun
-            return answer
-
-        return wrapper
-
+    inside = Stopwatch()
     with (
         scratch_arguments(
             max_steps=steps,
@@ -212,13 +188,13 @@ def tuned(name: str, base: str, seed: int, steps: int, kind: Optional[str], rate
             train_sampling_strategy="sequential",
             max_grad_norm=options.pop("max_grad_norm"),
         ) as arguments,
-        patch.object(SpikeWatch, "is_spike", timed(SpikeWatch.is_spike)),
+        inside.on((SpikeWatch, "is_spike")),
     ):
         trainer = SCUTrainer(
             model=model_of(base, seed),
             args=arguments,
             data_collator=collator(),
-            train_dataset=ListOf(rows),
+            train_dataset=RowList(rows),
             callbacks=[record, *([clip] if clip else [])],
             **options,
         )
@@ -231,7 +207,7 @@ def tuned(name: str, base: str, seed: int, steps: int, kind: Optional[str], rate
     found |= {
         "bits": bits,
         "cpu_s": cpu_s,
-        "inside_s": inside[0],
+        "inside_s": inside.seconds,
         "steps": steps,
         "rows_clipped": clip.clipped if clip else 0,
     }

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from scu_trainer.data import default_cache_dir
 from scu_trainer.train.fixtures.base_model import embedded_base
@@ -101,8 +101,9 @@ def _so_far(log: Any) -> str:
     return os.pread(log.fileno(), 2**20, 0).decode(errors="replace")
 
 
-def anonymous_bytes_of(process: int) -> int:
-    """Return the anonymous memory of a process, or 0 after its end."""
+def anonymous_bytes_of(process: Union[int, str]) -> int:
+    """Return the anonymous memory of a process (heap and private maps, without pages of mapped files), or 0 after its
+    end. ``process``: its number, or "self"."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

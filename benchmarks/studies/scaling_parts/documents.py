@@ -18,10 +18,10 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from benchmarks.lib.common import quiet, scratch_arguments
-from benchmarks.lib.memory_work import MIB, Shape, in_fresh_process, pad
+from benchmarks.lib.memory_work import MIB, Shape, in_fresh_process
 from benchmarks.lib.outcome import Figure, Grid, figure
-from benchmarks.lib.text_job import LOOPS
-from benchmarks.studies.scaling_parts.commands import FORMATS, streamed
+from benchmarks.lib.text_job import LOOPS, padded
+from benchmarks.studies.scaling_parts.commands import FORMATS, anonymous_bytes_of, streamed
 from scu_trainer import SCUTrainer
 from scu_trainer.data.store import open_arrow, write_arrow
 from scu_trainer.data.text.packing import MOST_ROWS_PER_BATCH, training_schema
@@ -68,13 +68,6 @@ def _batches(count: int) -> Iterator[Any]:
 # -- one contender in a fresh process ----------------------------------------------------------------------------------
 
 
-def anonymous_bytes() -> int:
-    """Return the anonymous memory of this process: heap and private maps, without pages of mapped files."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
 class Highest:
     """Records the highest anonymous memory, which a thread samples."""
 
@@ -94,7 +87,7 @@ class Highest:
 
     def _watch(self) -> None:
         while not self._end.wait(READ_EVERY_S):
-            self.bytes = max(self.bytes, anonymous_bytes())
+            self.bytes = max(self.bytes, anonymous_bytes_of("self"))
 
 
 class Notes(TrainerCallback):
@@ -108,7 +101,7 @@ class Notes(TrainerCallback):
     def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
         self.first_step_s = self.first_step_s or time.perf_counter() - self._begun_s
         if state.global_step == STEPS:
-            self.held_bytes = anonymous_bytes()
+            self.held_bytes = anonymous_bytes_of("self")
 
 
 def trained(contender: str, path: str) -> dict[str, Any]:
@@ -117,7 +110,7 @@ def trained(contender: str, path: str) -> dict[str, Any]:
     watch = Highest()
     loops = {} if contender == "stock" else {**LOOPS, "regularization": RegularizationSettings(target_s=0.1)}
     save = {"save_strategy": "steps", "save_steps": STEPS, "per_device_train_batch_size": ROWS_PER_BATCH}
-    before_bytes = anonymous_bytes()
+    before_bytes = anonymous_bytes_of("self")
     with run_log(), watch.watching(), scratch_arguments(max_steps=STEPS, **save) as args:
         first = _run(contender, args, path, loops)
         gc.collect()  # frees the first trainer before the second one is created
@@ -159,8 +152,7 @@ class AllSeen(TrainerCallback):
 
 
 def _padded(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    tensors = [{"input_ids": torch.tensor(row["input_ids"]), "sample_index": 0} for row in rows]
-    return {name: tensor for name, tensor in pad(tensors).items() if name != "sample_index"}
+    return padded([{"input_ids": torch.tensor(row["input_ids"]), "sample_index": 0} for row in rows])
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

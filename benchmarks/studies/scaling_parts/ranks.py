@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmarks.lib.memory_work import Lengths, Shape, TokenRows
 from benchmarks.lib.outcome import Figure, Grid, figure
 from benchmarks.lib.text_job import WORKERS, Job, held_out_bits
+from benchmarks.lib.turns import StepSeconds
 from scu_trainer.train.run_directory.logs import run_log
 
 REPEATS = 2
@@ -54,26 +54,10 @@ Run = dict[str, Any]
 """``step_s``: seconds of each optimizer step; ``step_tokens``: predicted tokens of each; ``held_out_bits``."""
 
 
-class Clock:
-    """Replaces turns: records the time of each step except the last one."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begun_s = 0.0
-
-    def begin(self) -> None:
-        self._begun_s = time.perf_counter()
-
-    def step(self) -> None:
-        now_s = time.perf_counter()
-        self.seconds.append(now_s - self._begun_s)
-        self._begun_s = now_s
-
-
 def rank(contender: str, ranks: int, quick: bool, answer: Path) -> None:
     """Run one process of a run. The main process writes the results to ``answer``."""
     torch.set_num_threads(1)
-    job, clock = (QUICK if quick else FULL).among(ranks), Clock()
+    job, clock = (QUICK if quick else FULL).among(ranks), StepSeconds()
     work, settings = WORKERS[contender]
     with run_log():
         model, step_tokens = work(job, clock, **settings)
