@@ -39,7 +39,6 @@ from benchmarks.lib.common import (
 )
 from scu_trainer import SCUTrainer
 from scu_trainer.settings import SafetySettings
-from scu_trainer.train.loops.guard.divergence import DivergenceWatch
 from scu_trainer.train.loops.nonfinite_guard import NonFiniteGuard
 from scu_trainer.train.run_directory.logs import run_log
 
@@ -47,9 +46,8 @@ TARGET_RATIO = 1.01
 WARM_UP_STEPS = 20
 BATCH_ROWS = 8
 INSIDE = (
-    *((NonFiniteGuard, name) for name in ("on_step_begin", "observe", "before_optimizer", "on_optimizer_step")),
-    *((NonFiniteGuard, name) for name in ("on_step_end", "window", "scalars")),
-    (DivergenceWatch, "on_log"),
+    *((NonFiniteGuard, name) for name in ("on_window", "on_step_begin", "on_loss", "on_grad_norm")),
+    *((NonFiniteGuard, name) for name in ("on_optimizer_step", "on_step_end", "on_log")),
 )
 
 
@@ -108,6 +106,7 @@ def measure(tuning: str, steps: int, measured: bool = True) -> dict[str, Any]:
         quiet(trainer)
         inside = Stopwatch()
         clock = Alternate(trainer, measured, inside)
+        trainer.add_callback(clock)
         stack.enter_context(inside.on(*INSIDE))
         trainer.train()
     on, off = clock.seconds[True], clock.seconds[False]

@@ -15,6 +15,7 @@ from benchmarks.lib.memory_work import DISTRIBUTIONS, Shape
 from benchmarks.lib.outcome import Figure, Grid, figure, finish
 from benchmarks.lib.text_race import Raced, _record_round
 from benchmarks.lib.turns import Contender, Ended, in_turns
+from benchmarks.loops import curriculum_cost, nonfinite_cost
 
 JOB = text_job.Job(Shape(vocab=64, hidden=16, layers=1, longest_row=64), DISTRIBUTIONS["alpaca"], 3, 4, 2)
 
@@ -66,6 +67,18 @@ def test_a_ratio_counts_tokens_and_leaves_the_first_steps_out():
     assert raced["ours"].whole_ratios == [pytest.approx(13.0 / 28.5)]
     assert raced["ours"].paired_ratios == [pytest.approx(2.5)]
     assert (raced["ours"].tokens, raced["ours"].optimizer_steps) == (600, 4)
+
+
+@pytest.mark.parametrize("timed", [curriculum_cost.TRACKING, nonfinite_cost.INSIDE], ids=["tracking", "guard"])
+def test_what_is_timed_by_name_exists(timed):
+    assert [name for owner, name in timed if not hasattr(owner, name)] == []
+
+
+def test_the_guard_is_on_in_every_second_step(monkeypatch):
+    monkeypatch.setattr(nonfinite_cost, "embedded_model", lambda seed, tuning: Shape(2048, 32, 1, 256).model())
+    monkeypatch.setattr(nonfinite_cost, "WARM_UP_STEPS", 0)
+    found = nonfinite_cost.measure("full", 4)
+    assert found["pairs"] == 2 and found["direct_fraction"] > 0
 
 
 def _three_steps(turns, factor):
