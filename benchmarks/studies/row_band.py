@@ -32,9 +32,9 @@ import numpy
 import torch
 
 from benchmarks.lib.byte_models import byte_rows, setups, train
-from benchmarks.lib.common import collator, embedded_data, embedded_model, quiet, scratch_arguments
+from benchmarks.lib.common import RowList, collator, embedded_data, embedded_model, quiet, scratch_arguments
 from benchmarks.lib.outcome import Figure, Grid, finish
-from benchmarks.loops.spikes import BATCH, BLOCK, KINDS, MODELS, RATE, ListOf, bad_row
+from benchmarks.loops.spikes import BATCH, BLOCK, KINDS, MODELS, RATE, bad_row
 from scu_trainer import SCUTrainer
 from scu_trainer.control.guard.spikes import FLOORS, QUARTILE, TO_SIGMA
 from scu_trainer.control.noise import MAD_TO_SIGMA
@@ -91,7 +91,7 @@ def tuned(kind: str, seed: int, rate: float) -> tuple[numpy.ndarray, numpy.ndarr
             model=embedded_model(seed),
             args=args,
             data_collator=collator(),
-            train_dataset=ListOf([{key: row[key] for key in ("input_ids", "labels")} for row in rows]),
+            train_dataset=RowList([{key: row[key] for key in ("input_ids", "labels")} for row in rows]),
             curriculum=CurriculumSettings(),
         )
         quiet(trainer).train()
