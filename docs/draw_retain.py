@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scu_trainer.report.drawing import MUTED, Level, Line, Panel, Plot
+from scu_trainer.report.drawing import MUTED, HorizontalLine, Line, Panel, Plot
 from scu_trainer.report.render import png
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,7 @@ def plot(record: dict[str, Any]) -> Plot:
             f"Kept: what is lost on unseen {known}, bits per token",
             lines=[Line(label, *_line(record, key, "forgotten", 0.0, 1.0), color=color, dash=dash)
                    for key, label, color, dash in pairs],
-            levels=[Level(budget, f"budget {budget:g}")],
+            levels=[HorizontalLine(budget, f"budget {budget:g}")],
         ),
         Panel(
             f"Steered: rows of {known} in each batch, %",

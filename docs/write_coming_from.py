@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from scu_trainer.cli.names.command import read_other
-from scu_trainer.cli.names.meaning import Alias, Meaning, NoAction, Source, Switch
+from scu_trainer.cli.names.meaning import Alias, KeySource, Meaning, NoAction, Switch
 from scu_trainer.cli.names.tools import TOOLS
 from scu_trainer.errors import SettingsError
 
@@ -137,7 +137,7 @@ def _meaning(name: str, key: str, meant: Any) -> tuple[str, str]:
         return f"`{key}`", FROM_INFO
     value = SAMPLES.get(f"{name} {key}", SAMPLES.get(key, True))
     try:
-        meaning = meant(value, Source({**AMONG, key: value}))
+        meaning = meant(value, KeySource({**AMONG, key: value}))
     except SettingsError:
         return "refused", "[any Trainer](../any_trainer.md) has preferences and rewards"
     said = f": {meaning.said}" if meaning.said else ""

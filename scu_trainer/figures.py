@@ -49,7 +49,7 @@ def first_few(texts: Iterable[str], most: int = 3, between: str = ", ") -> str:
     return between.join(named[:most]) + (f" and {left:,} more" if left > 0 else "")
 
 
-class Change(NamedTuple):
+class MetricChange(NamedTuple):
     """A row of the table at the end of a run, as texts. 95 % intervals, if there are any, follow in parentheses."""
 
     what: str
@@ -58,12 +58,12 @@ class Change(NamedTuple):
     change: str
 
     @property
-    def short(self) -> Change:
+    def short(self) -> MetricChange:
         """The row with the interval of the change only."""
         return self._replace(before=self.before.partition(" (")[0], after=self.after.partition(" (")[0])
 
 
-def before_and_after(metrics: Mapping[str, Any]) -> list[Change]:
+def before_and_after(metrics: Mapping[str, Any]) -> list[MetricChange]:
     """Return the rows for ``metrics``, the content of scu_metrics.json; [] if nothing was held out."""
     if not metrics.get("held_out_bpt_after"):
         return []
@@ -102,9 +102,11 @@ def best_evaluation(metrics: Mapping[str, Any]) -> Optional[str]:
     return f"{figure} at step {best.get('step', '-')}"
 
 
-def _change_row(what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]) -> Change:
+def _change_row(
+    what: str, metrics: Mapping[str, Any], key: str, style: str, changed: Callable[[Any], str]
+) -> MetricChange:
     before, after, change = (metrics.get(f"held_out_{key}_{when}") for when in ("before", "after", "change"))
-    return Change(what, interval(before, style), interval(after, style), changed(change))
+    return MetricChange(what, interval(before, style), interval(after, style), changed(change))
 
 
 def _in_points(found: Optional[Mapping[str, Any]]) -> str:
@@ -130,7 +132,7 @@ def interval(found: Optional[Mapping[str, Any]], style: str) -> str:
     return f"{value:{style}}{bounds}"
 
 
-def _difference_row(what: str, before: Mapping[str, Any], after: Mapping[str, Any], style: str) -> Change:
+def _difference_row(what: str, before: Mapping[str, Any], after: Mapping[str, Any], style: str) -> MetricChange:
     """Return the row of two figures whose difference has no interval."""
     values = [found["value"] for found in (before, after)]
     is_known = all(value is not None and math.isfinite(value) for value in values)
@@ -138,10 +140,10 @@ def _difference_row(what: str, before: Mapping[str, Any], after: Mapping[str, An
     if is_known:
         difference = {"value": values[1] - values[0]}
         change = _in_points(difference) if style.endswith("%") else interval(difference, f"+{style}")
-    return Change(what, interval({"value": values[0]}, style), interval({"value": values[1]}, style), change)
+    return MetricChange(what, interval({"value": values[0]}, style), interval({"value": values[1]}, style), change)
 
 
-def _perplexity_row(metrics: Mapping[str, Any]) -> Change:
+def _perplexity_row(metrics: Mapping[str, Any]) -> MetricChange:
     """Return the row of perplexities, 2 to the power of the bits: a difference of bits is a ratio of perplexities."""
     found = [metrics.get(f"held_out_bpt_{when}") or {"value": None} for when in ("before", "after", "change")]
     before, after = (interval({"value": perplexity(bits.get("value"))}, ",.1f") for bits in found[:2])
@@ -149,7 +151,7 @@ def _perplexity_row(metrics: Mapping[str, Any]) -> Change:
     percent = {name: None if ratio is None else ratio - 1.0 for name, ratio in ratios.items()}
     smallest = min((ratio for ratio in ratios.values() if ratio and ratio < 1.0), default=1.0)
     digits = max(1, math.ceil(-math.log10(100 * smallest)))  # enough digits that no change reads "-100.0%"
-    return Change("held-out perplexity", before, after, interval(percent, f"+.{digits}%"))
+    return MetricChange("held-out perplexity", before, after, interval(percent, f"+.{digits}%"))
 
 
 def perplexity(bits: Optional[float]) -> Optional[float]:

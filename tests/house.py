@@ -95,6 +95,16 @@ def lines_that_name_a_loop(path: Path = PACKAGE / "train" / "trainer.py") -> lis
     return [lines[number - 1].strip() for number in sorted(numbers) if LOOP_WORDS.search(lines[number - 1])]
 
 
+def names_of_several_classes(package: Path = PACKAGE) -> dict[str, list[str]]:
+    """Names that more than one class of the package has, with their files; a leading underscore leaves a class out."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(package)))
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
 def package_lines() -> int:
     return sum(path.read_text(encoding="utf-8").count("\n") for path in PACKAGE.rglob("*.py"))
 

@@ -23,6 +23,10 @@ def test_the_trainer_names_no_loop():
     assert house.lines_that_name_a_loop() == []
 
 
+def test_the_name_of_a_class_has_one_meaning():
+    assert house.names_of_several_classes() == {}
+
+
 def test_one_step_crosses_no_more_files_than_it_does_today():
     calls, entered = house.files_of_a_step()
     assert "train/trainer.py" in calls and "train/loops/memory.py" in calls
@@ -44,6 +48,12 @@ def test_a_circle_is_seen(tmp_path, files, expected):
     for name, text in {"__init__": "", **files}.items():
         (package / f"{name}.py").write_text(text)
     assert house.circles(house.imports(package)) == expected
+
+
+def test_a_name_of_two_classes_is_seen(tmp_path):
+    (tmp_path / "a.py").write_text("class Twin: ...\nclass _Own: ...\nclass Other: ...\n")
+    (tmp_path / "b.py").write_text("class Twin: ...\nclass _Own: ...\n")
+    assert house.names_of_several_classes(tmp_path) == {"Twin": ["a.py", "b.py"]}
 
 
 def test_a_loop_that_is_named_is_seen(tmp_path):

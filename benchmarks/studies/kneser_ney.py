@@ -124,11 +124,11 @@ class Figures(NamedTuple):
 def of_run(folder: Path, train_s: Optional[float] = None) -> Figures:
     """Return the figures of a finished run of ``task: word-generation``, on the texts that it held out."""
     from scu_trainer.cli.subjects import split_seed, subject_of
-    from scu_trainer.train.job.components import Source
+    from scu_trainer.train.job.components import EvaluationSource
     from scu_trainer.train.tasks.words import WordTask
 
     subject, task = subject_of(str(folder)), WordTask()
-    source = Source(subject.model, subject.data, subject.own(task.name), split_seed(subject.run))
+    source = EvaluationSource(subject.model, subject.data, subject.own(task.name), split_seed(subject.run))
     parts = task.load_scored(source)
     return Figures(source.seed, task.score(parts.model, parts).perplexity, kneser_ney_perplexity(parts.data), train_s)
 

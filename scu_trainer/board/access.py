@@ -38,7 +38,7 @@ STRANGERS = {
 }
 
 
-class Guard:
+class AccessGuard:
     """ASGI middleware that protects an application. ``hosts``: allowed headers Host, such as "127.0.0.1:7860"."""
 
     def __init__(self, app: Any, token: str, hosts: Iterable[str], cookie: str) -> None:

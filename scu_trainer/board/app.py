@@ -53,7 +53,7 @@ class Board:
         self._learned: dict[Path, str] = {}
 
     def application(self) -> Starlette:
-        """Return the ASGI application. It has no access control: wrap it in access.Guard."""
+        """Return the ASGI application. It has no access control: wrap it in access.AccessGuard."""
         pages = (
             ("/", "GET", self.runs),
             ("/start", "GET", self.start_page),

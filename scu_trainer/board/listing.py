@@ -13,8 +13,8 @@ from typing import Optional
 from scu_trainer.board.folders import file_stamps, link_out, runs_below
 from scu_trainer.report.pages import STATE_STYLES
 from scu_trainer.runs import words
-from scu_trainer.runs.process import Machine
-from scu_trainer.runs.progress import Progress
+from scu_trainer.runs.process import System
+from scu_trainer.runs.progress import RunProgress
 from scu_trainer.runs.state import Report, RunState, report
 from scu_trainer.runs.store import FOLDER, Run
 
@@ -37,8 +37,8 @@ class Choice:
 class Listing:
     """The runs in ``root``. Several threads may use it: if two of them read the same run, the reports are the same."""
 
-    def __init__(self, root: Path, machine: Optional[Machine] = None) -> None:
-        self.root, self._machine = root, machine or Machine()
+    def __init__(self, root: Path, machine: Optional[System] = None) -> None:
+        self.root, self._machine = root, machine or System()
         self._kept: dict[str, tuple[tuple, Report]] = {}
 
     def rows(self) -> list[Report]:
@@ -70,7 +70,7 @@ class Listing:
         return row
 
 
-def report_or_unreadable(run: Run, machine: Machine) -> Report:
+def report_or_unreadable(run: Run, machine: System) -> Report:
     """Return ``report``, or an "unreadable" one if that fails, so that a run with broken files hides no others."""
     try:
         if (link := link_out(run)) is not None:
@@ -83,7 +83,7 @@ def report_or_unreadable(run: Run, machine: Machine) -> Report:
 
 
 def _unreadable(run: Run, why: str) -> Report:
-    return Report(run, RunState("unreadable", why, "error"), Progress())
+    return Report(run, RunState("unreadable", why, "error"), RunProgress())
 
 
 def pill_class(status: str) -> str:

@@ -18,7 +18,7 @@ from scu_trainer.report.files import (
     points,
     read_run,
 )
-from scu_trainer.report.page import Drawing, Page, Section, Table, Text, drawing
+from scu_trainer.report.page import Drawing, Page, Section, Table, TextBlock, drawing
 from scu_trainer.report.pages import NOTICES, page_of, plots_of
 from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.monitor import log_of
@@ -66,7 +66,7 @@ def _page(row: Report) -> Page:
         sections = [*plots, memory, notices, figures, *(section for section in rest if section is not notices)]
     except Exception as error:  # an incomplete file, or one of another program: show the rest of the page anyway
         message = f"Its files cannot be drawn: {type(error).__name__}: {error}"
-        return Page(run.name, "", [], [Section("Report", [Text(message)])], _written())
+        return Page(run.name, "", [], [Section("Report", [TextBlock(message)])], _written())
     return Page(page.title, page.lead, page.pills, sections, page.written)
 
 
@@ -74,7 +74,7 @@ def _written() -> str:
     return f"Read from the files of the run at {time.strftime('%H:%M:%S')}."
 
 
-def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
+def _memory(run: Run, files: RunFiles) -> list[Table | TextBlock]:
     """Return predicted and measured peak memory; before the end of a run, what it logged, and its highest peak."""
     estimate = files.metrics.get("memory_estimate") or {}
     predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
@@ -84,7 +84,7 @@ def _memory(run: Run, files: RunFiles) -> list[Table | Text]:
     peaks = points(files.logs, "memory/peak_bytes")[1]
     highest = f"Highest so far: {format_bytes(max(peaks))} (all that counts toward the limit)." if peaks else ""
     why = f"Not predicted: {estimate['reason']}." if estimate.get("reason") else "Its files have no memory prediction."
-    return [Text(_logged_prediction(run) or why), *([Text(highest)] if highest else [])]
+    return [TextBlock(_logged_prediction(run) or why), *([TextBlock(highest)] if highest else [])]
 
 
 def _logged_prediction(run: Run) -> str:

@@ -20,7 +20,7 @@ from scu_trainer.models.loading.names import (
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
 from scu_trainer.run_files import read_json, resolve_from_run
-from scu_trainer.runs.process import Machine
+from scu_trainer.runs.process import System
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import ROOT, Run
 from scu_trainer.settings import DataSettings, ModelSettings
@@ -176,7 +176,7 @@ def _require_finished(run: Path) -> None:
     has_model = is_adapter(run) or (run / "config.json").is_file()
     if status == "finished" and has_model:
         return
-    state = report(Run(run, run.name), Machine()).state  # a killed run left "running" behind
+    state = report(Run(run, run.name), System()).state  # a killed run left "running" behind
     reason = "its model files are gone" if status == "finished" else f"its status is {state.status}"
     error = f" ({state.detail})" if state.detail else ""
     checkpoints = sorted(run.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))

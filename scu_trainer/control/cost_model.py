@@ -49,7 +49,7 @@ LARGEST_SHORTFALL = 0.5
 
 
 @dataclass(frozen=True)
-class Observation:
+class MicroBatchCost:
     """One micro-batch that ran. ``quadratic``: rows * length^2. ``bytes``: its peak minus the use before it."""
 
     tokens: int
@@ -77,11 +77,11 @@ class Coefficients:
 class CostModel:
     """The observations, oldest first, one per shape; everything else is computed from them."""
 
-    observations: tuple[Observation, ...] = ()
+    observations: tuple[MicroBatchCost, ...] = ()
 
     def observe(self, tokens: int, quadratic: int, bytes_: int) -> CostModel:
         """Return the model with one more observation. One of 0 bytes fitted into memory held already and is ignored."""
-        newest = Observation(tokens, quadratic, bytes_)
+        newest = MicroBatchCost(tokens, quadratic, bytes_)
         if min(tokens, quadratic, bytes_) <= 0 or newest in self.observations:
             return self
         kept = [old for old in self.observations if old.shape != newest.shape]
@@ -152,10 +152,10 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> CostModel:
-        return cls(tuple(Observation(*numbers) for numbers in values["observations"]))
+        return cls(tuple(MicroBatchCost(*numbers) for numbers in values["observations"]))
 
     @cached_property
-    def _usable(self) -> list[Observation]:
+    def _usable(self) -> list[MicroBatchCost]:
         """Observations that are large enough for the fit, by ascending tokens."""
         largest = max((item.tokens for item in self.observations), default=0)
         usable = [item for item in self.observations if item.tokens >= SMALLEST_SHARE * largest]
@@ -170,7 +170,7 @@ class CostModel:
         return LARGEST_EXTRAPOLATION * max((item.quadratic for item in self.observations), default=0)
 
 
-def _most_diverse(observations: list[Observation]) -> list[Observation]:
+def _most_diverse(observations: list[MicroBatchCost]) -> list[MicroBatchCost]:
     """Return at most CAPACITY of ``observations`` (oldest first), without the older one of the two most similar, so
     that many similar ones never displace the rest."""
     if len(observations) <= CAPACITY:
@@ -181,11 +181,11 @@ def _most_diverse(observations: list[Observation]) -> list[Observation]:
     return [item for i, item in enumerate(observations) if i != dropped]
 
 
-def _log_distance(a: Observation, b: Observation) -> float:
+def _log_distance(a: MicroBatchCost, b: MicroBatchCost) -> float:
     return abs(math.log(a.tokens / b.tokens)) + abs(math.log(max(1, a.quadratic) / max(1, b.quadratic)))
 
 
-def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) -> Coefficients:
+def _least_squares(observations: Sequence[MicroBatchCost], columns: Sequence[int]) -> Coefficients:
     """Fit non-negative coefficients for the given ``columns`` of (1, tokens, quadratic).
 
     If the plain solution has a negative coefficient or the columns are not distinguishable, one column is left out: the
@@ -203,11 +203,11 @@ def _least_squares(observations: Sequence[Observation], columns: Sequence[int]) 
     return Coefficients(*coefficients.tolist())
 
 
-def _squared_error(fit: Coefficients, observations: Iterable[Observation]) -> float:
+def _squared_error(fit: Coefficients, observations: Iterable[MicroBatchCost]) -> float:
     return sum((fit.bytes_of(*item.shape) - item.bytes) ** 2 for item in observations)
 
 
-def _relative_error(fit: Coefficients, observations: Sequence[Observation]) -> float:
+def _relative_error(fit: Coefficients, observations: Sequence[MicroBatchCost]) -> float:
     """Return the root mean square of the residuals, relative to the mean of the observed bytes."""
     mean_bytes = sum(item.bytes for item in observations) / len(observations)
     return math.sqrt(_squared_error(fit, observations) / len(observations)) / mean_bytes

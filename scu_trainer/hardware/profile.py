@@ -87,7 +87,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Profile:
+class HardwareProfile:
     system: str
     python: str
     gpus: tuple[Gpu, ...]
@@ -97,12 +97,12 @@ class Profile:
     packages: dict[str, Optional[str]]
 
 
-def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgroup.ROOT) -> Profile:
+def profile(paths: Iterable[Path], measure_disks: bool = True, root: Path = cgroup.ROOT) -> HardwareProfile:
     """Describe this machine, with the disks of ``paths``, which need not exist; ``root`` holds proc and sys."""
     total_bytes, available_bytes = ram_bytes()
     import psutil
 
-    return Profile(
+    return HardwareProfile(
         system=platform.platform(),
         python=platform.python_version(),
         gpus=tuple(_gpu(item) for item in accelerators()),

@@ -14,7 +14,7 @@ USABLE_SHARE = 0.95
 
 
 @dataclass(frozen=True)
-class Target:
+class PlanTarget:
     """A machine to plan for: one process can use ``limit_bytes`` of its device; ``ram_bytes`` of main memory are
     free."""
 
@@ -34,27 +34,27 @@ class Target:
         name = choose_precision("auto", False, False, None, self.facts).name
         return None if name == "no" else name
 
-    def limited(self, limit_bytes: Optional[int]) -> Target:
+    def limited(self, limit_bytes: Optional[int]) -> PlanTarget:
         return self if limit_bytes is None else replace(self, limit_bytes=limit_bytes)
 
 
-def here(use_cpu: bool) -> Target:
+def here(use_cpu: bool) -> PlanTarget:
     """Return this machine with its current free memory, that of the first GPU or else main memory."""
     facts, machine = device_facts(use_cpu), probe()
     available = int(machine.ram_available_bytes)
     if facts.kind != "cuda":
         name = "this machine's CPU" if facts.kind == "cpu" else "this machine"
-        return Target(name, facts, available, available, True)
+        return PlanTarget(name, facts, available, available, True)
     gpu = machine.accelerators[0]
-    return Target(f"this machine's {gpu.name}", facts, gpu.free_bytes, available, True)
+    return PlanTarget(f"this machine's {gpu.name}", facts, gpu.free_bytes, available, True)
 
 
-def named(gpu: Optional[str], ram: Optional[str]) -> Target:
+def named(gpu: Optional[str], ram: Optional[str]) -> PlanTarget:
     """Return a machine by GPU ("RTX 3050 4GB", "cpu-only") and main memory ("16GB"). Raises SettingsError."""
     preset = find(gpu or "cpu-only")
     ram_bytes = preset.ram_bytes if ram is None else parse_bytes(ram, "ram")
     limit_bytes = ram_bytes if preset.device == "cpu" else int(preset.memory_bytes * USABLE_SHARE)
-    return Target(preset.name, _facts(preset), limit_bytes, ram_bytes, False)
+    return PlanTarget(preset.name, _facts(preset), limit_bytes, ram_bytes, False)
 
 
 def _facts(preset: Preset) -> DeviceFacts:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.hub import card_text
-from scu_trainer.hub.facts import IMAGES, Facts, read_facts
+from scu_trainer.hub.facts import IMAGES, RunFacts, read_facts
 from scu_trainer.hub.local_paths import is_local
 from scu_trainer.run_files import write_text
 from scu_trainer.secrets import redact
@@ -31,7 +31,7 @@ _APPENDED = re.compile(r"\n### Framework versions\n.*", re.DOTALL)
 NOT_STATED = "not stated"
 
 
-def card_of(facts: Facts, name: str, license: Optional[str] = None, base_id: Optional[str] = None) -> str:
+def card_of(facts: RunFacts, name: str, license: Optional[str] = None, base_id: Optional[str] = None) -> str:
     """Return the whole README.md. ``name`` is the Hub id or folder that the code in it loads, ``license`` the one that
     was given or found, and ``base_id`` the id of the base on the Hub, for files that name a local folder."""
     body = redact(card_text.body(facts, name, license or NOT_STATED, base_id or facts.base_id))
@@ -74,7 +74,7 @@ def _is_empty_template(body: str) -> bool:
 # -- the header that the Hub reads -------------------------------------------------------------------------------------
 
 
-def _header(facts: Facts, name: str, license: Optional[str], base_id: Optional[str]) -> ModelCardData:
+def _header(facts: RunFacts, name: str, license: Optional[str], base_id: Optional[str]) -> ModelCardData:
     from huggingface_hub import ModelCardData
 
     results = [] if facts.merge else _results(facts)  # the results of a merged model were measured on its adapter
@@ -92,18 +92,18 @@ def _header(facts: Facts, name: str, license: Optional[str], base_id: Optional[s
     return ModelCardData(**{key: value for key, value in fields.items() if value is not None})
 
 
-def _tags(facts: Facts) -> list[str]:
+def _tags(facts: RunFacts) -> list[str]:
     tuning = facts.settings.get("tuning")
     return ["scu-trainer", *([tuning] if tuning in ("lora", "qlora") else []), *(["merged"] if facts.merge else [])]
 
 
-def _datasets(facts: Facts) -> Optional[list[str]]:
+def _datasets(facts: RunFacts) -> Optional[list[str]]:
     """Return the dataset ids on the Hub; embedded datasets and local files cannot be linked."""
     names = dataset_names(facts.settings.get("dataset"))
     return [name for name in names if "/" in name and not is_local(name, facts.weights)] or None
 
 
-def _results(facts: Facts) -> list[EvalResult]:
+def _results(facts: RunFacts) -> list[EvalResult]:
     from huggingface_hub import EvalResult
 
     found = []

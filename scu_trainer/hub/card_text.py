@@ -8,7 +8,7 @@ from typing import Optional
 
 from scu_trainer.figures import before_and_after, best_evaluation
 from scu_trainer.hub import card_training
-from scu_trainer.hub.facts import IMAGES, Facts
+from scu_trainer.hub.facts import IMAGES, RunFacts
 from scu_trainer.hub.local_paths import is_local, public_name
 from scu_trainer.settings import EMBEDDED_DATASETS
 from scu_trainer.settings.mixture import dataset_names
@@ -24,7 +24,7 @@ SAMPLE_CHARACTERS = 600
 TUNING = {"lora": "LoRA", "qlora": "QLoRA"}
 
 
-def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
+def body(facts: RunFacts, name: str, license: str, base_id: Optional[str]) -> str:
     sections = [
         f"# {name.rstrip('/').rpartition('/')[2]}\n\n{_summary(facts, base_id)}",
         _usage(facts, name, base_id),
@@ -41,13 +41,13 @@ def body(facts: Facts, name: str, license: str, base_id: Optional[str]) -> str:
     return "\n\n".join(section for section in sections if section)
 
 
-def dataset_name(facts: Facts) -> str:
+def dataset_name(facts: RunFacts) -> str:
     """Return the dataset's name for publication; a path on this machine is shortened to its last part."""
     name = facts.settings.get("dataset") or facts.settings.get("image_dataset") or "not stated"
     return " + ".join(map(public_name, dataset_names(name)))
 
 
-def held_out_name(facts: Facts) -> str:
+def held_out_name(facts: RunFacts) -> str:
     """Return the published name of the dataset that was scored."""
     own = facts.settings.get("eval_dataset")
     return public_name(own) if own else dataset_name(facts)
@@ -56,7 +56,7 @@ def held_out_name(facts: Facts) -> str:
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 
-def _summary(facts: Facts, base_id: Optional[str]) -> str:
+def _summary(facts: RunFacts, base_id: Optional[str]) -> str:
     tuning, kind = facts.settings.get("tuning"), TASKS.get(facts.task, facts.task)
     if facts.merge:
         form = f"{kind}, its {TUNING.get(tuning, 'LoRA')} adapter merged into the weights. Trained with scu-trainer."
@@ -76,7 +76,7 @@ def _summary(facts: Facts, base_id: Optional[str]) -> str:
     return "\n".join([lines[0], "", *lines[1:]])
 
 
-def _base(facts: Facts, base_id: Optional[str]) -> str:
+def _base(facts: RunFacts, base_id: Optional[str]) -> str:
     if base_id:
         return f"[{base_id}](https://huggingface.co/{base_id})"
     if facts.is_embedded_base:
@@ -90,7 +90,7 @@ def _base(facts: Facts, base_id: Optional[str]) -> str:
     return f"none: {facts.settings.get('architecture', 'the model')} started from random weights"
 
 
-def _usage(facts: Facts, name: str, base_id: Optional[str]) -> str:
+def _usage(facts: RunFacts, name: str, base_id: Optional[str]) -> str:
     code = loading(facts, name)
     if code is None:
         return "## Use\n\nThis adapter needs a base with other classes; `scu-trainer merge` makes a model of both."
@@ -104,7 +104,7 @@ def _usage(facts: Facts, name: str, base_id: Optional[str]) -> str:
     return "\n\n".join(["## Use", f"```python\n{code}\n```", *notes])
 
 
-def _results(facts: Facts) -> str:
+def _results(facts: RunFacts) -> str:
     metrics = facts.metrics
     if not metrics.get("held_out_documents"):
         reason = "nothing was held out" if metrics else "these weights were not scored"
@@ -131,7 +131,7 @@ def _results(facts: Facts) -> str:
     return "\n".join(lines)
 
 
-def _samples(facts: Facts) -> str:
+def _samples(facts: RunFacts) -> str:
     """Return the section with the answers after training that the run recorded; "" if there are none."""
     if not facts.samples:
         return ""
@@ -150,7 +150,7 @@ def _block(text: str) -> str:
     return f"{fence}text\n{text}\n{fence}"
 
 
-def _license(facts: Facts, license: str) -> str:
+def _license(facts: RunFacts, license: str) -> str:
     if license == "not stated" and not facts.base:
         return "Not stated: none was given."
     if license == "not stated":
@@ -158,7 +158,7 @@ def _license(facts: Facts, license: str) -> str:
     return license
 
 
-def _limits(facts: Facts) -> str:
+def _limits(facts: RunFacts) -> str:
     names = dataset_names(facts.settings.get("dataset"))
     dataset = "the same dataset" if not facts.settings.get("eval_dataset") else "the held-out dataset"
     lines = [
@@ -180,7 +180,7 @@ def _limits(facts: Facts) -> str:
 # -- code that runs when it is copied ----------------------------------------------------------------------------------
 
 
-def loading(facts: Facts, name: str) -> Optional[str]:
+def loading(facts: RunFacts, name: str) -> Optional[str]:
     """Return lines of Python that load the model ``name``; the first two load the weights. None for an adapter of other
     tasks than text, because its base was changed before training."""
     if facts.is_adapter and facts.task != TEXT:
@@ -195,7 +195,7 @@ def loading(facts: Facts, name: str) -> Optional[str]:
     return "\n".join(lines)
 
 
-def _weights(facts: Facts, name: str) -> list[str]:
+def _weights(facts: RunFacts, name: str) -> list[str]:
     if facts.is_adapter:
         kind = "AutoPeftModelForCausalLM"
         return [f"from peft import {kind}", f"model = {kind}.from_pretrained({name})"]
@@ -204,7 +204,7 @@ def _weights(facts: Facts, name: str) -> list[str]:
     return [f"from transformers import {kind}", f"model = {kind}.from_pretrained({name}{code})"]
 
 
-def _auto_class(facts: Facts) -> str:
+def _auto_class(facts: RunFacts) -> str:
     """Return the Auto class that a model with its own code names, or else that of its task."""
     own = [name for name in facts.config.get("auto_map", {}) if name.startswith("AutoModel")]
     if own:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scu_trainer.hub.facts import Facts
+from scu_trainer.hub.facts import RunFacts
 from scu_trainer.run_files import format_bytes
 
 HYPERPARAMETERS = (
@@ -24,7 +24,7 @@ HYPERPARAMETERS = (
 ADAPTER = ("lora_r", "lora_alpha", "lora_dropout")
 
 
-def data(facts: Facts, name: str) -> str:
+def data(facts: RunFacts, name: str) -> str:
     statistics = facts.description.get("data")
     if not statistics:
         return ""
@@ -64,7 +64,7 @@ def _counts(statistics: dict[str, Any]) -> list[str]:
     return [f"- {statistics.get('item', 'sample')}s: {counts}"]
 
 
-def training(facts: Facts) -> str:
+def training(facts: RunFacts) -> str:
     settings = facts.settings
     if not settings:
         return ""
@@ -83,14 +83,14 @@ def _pace(metrics: dict[str, Any], steps: int) -> str:
     return f"{steps:,} optimizer steps; {timed:,} of them, since the last resume, took {metrics['train_s']:,.0f} s."
 
 
-def controllers(facts: Facts) -> str:
+def controllers(facts: RunFacts) -> str:
     lines = _regularization(facts)
     for part, part_lines in (("memory", _memory), ("curriculum", _curriculum), ("bad_numbers", _nonfinite)):
         lines += part_lines(facts.metrics[part]) if facts.metrics.get(part) else []
     return "\n".join(["## Controllers", "", *lines]) if lines else ""
 
 
-def _regularization(facts: Facts) -> list[str]:
+def _regularization(facts: RunFacts) -> list[str]:
     found = facts.metrics.get("regularization")
     if not found:
         return ["- regularization: off"] if facts.metrics else []
@@ -141,7 +141,7 @@ def _nonfinite(found: dict[str, Any]) -> list[str]:
     return [*lines, f"- steps undone because the loss spiked: {spikes:,}"] if spikes else lines
 
 
-def machine(facts: Facts) -> str:
+def machine(facts: RunFacts) -> str:
     costs, versions = facts.metrics.get("costs", {}), facts.description.get("versions", {})
     lines = []
     if costs:
@@ -169,7 +169,7 @@ def _hardware(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def again(facts: Facts) -> str:
+def again(facts: RunFacts) -> str:
     if not facts.settings or facts.step is not None:
         return ""
     return (

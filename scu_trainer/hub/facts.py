@@ -19,7 +19,7 @@ MADE_FILES = (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """The content of the files of a run.
 
     Fields:
@@ -76,10 +76,10 @@ class Facts:
         return self.base if self.base and not is_local(self.base, self.weights) else None
 
 
-def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any]] = None) -> Facts:
+def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any]] = None) -> RunFacts:
     """Read the facts about ``weights``: of ``run`` or a checkpoint in it. Raises StorageError for damaged files."""
     is_checkpoint = run is not None and weights != run
-    return Facts(
+    return RunFacts(
         weights,
         run,
         description=_content(run, "training_config.json"),
@@ -100,7 +100,7 @@ def _last_samples(run: Optional[Path]) -> list[dict[str, str]]:
     return rows[-1]["samples"] if rows else []
 
 
-def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[Facts, Optional[Path]]:
+def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[RunFacts, Optional[Path]]:
     """Return the facts of a run, checkpoint, adapter or merged weights, and the folder of merged weights or None.
     ``merge`` is for a merge.json not yet written. Raises HubError if the adapter of merged weights is gone."""
     made = read_made_file(path)

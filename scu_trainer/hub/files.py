@@ -15,7 +15,7 @@ from typing import Optional, Union
 
 from scu_trainer.errors import HubError, ModelError
 from scu_trainer.hub.card import CARD, card_of, is_replaceable_card
-from scu_trainer.hub.facts import MERGE_FILE, Facts
+from scu_trainer.hub.facts import MERGE_FILE, RunFacts
 from scu_trainer.hub.local_paths import without_local_paths
 from scu_trainer.models.published import ADAPTER, PROCESSOR, WEIGHTS, model_files, names_like
 from scu_trainer.run_files import read_json
@@ -70,7 +70,7 @@ class Upload:
 
 
 def collect_upload(
-    facts: Facts, repo_id: str, license: Optional[str], base_id: Optional[str], merged: Optional[Path] = None
+    facts: RunFacts, repo_id: str, license: Optional[str], base_id: Optional[str], merged: Optional[Path] = None
 ) -> Upload:
     """Collect the files of a run to publish; ``merged`` is the folder of merged weights, to replace its adapter. Raises
     HubError for secrets and for a base that is not shared; ModelError if weights are missing or damaged."""
@@ -135,7 +135,7 @@ def superseded_files(there: Iterable[str], upload: Upload) -> list[str]:
     return sorted(name for name in {*there} - sent if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns))
 
 
-def require_shared_base(facts: Facts, base_id: Optional[str]) -> None:
+def require_shared_base(facts: RunFacts, base_id: Optional[str]) -> None:
     """Raise HubError for an adapter that nobody else could load, because its base is not on the Hub."""
     if base_id or facts.base_id:
         return
@@ -157,7 +157,9 @@ def _published(name: str, path: Path, base_id: Optional[str]) -> Union[Path, byt
     return path if clean == content else (json.dumps(clean, indent=2) + "\n").encode()
 
 
-def _card(facts: Facts, own: Path, repo_id: str, license: Optional[str], base_id: Optional[str]) -> tuple[bytes, bool]:
+def _card(
+    facts: RunFacts, own: Path, repo_id: str, license: Optional[str], base_id: Optional[str]
+) -> tuple[bytes, bool]:
     """Return the content of the card, and whether it is the user's ``own`` file."""
     if not is_replaceable_card(own):
         return own.read_bytes(), True

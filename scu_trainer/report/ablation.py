@@ -16,7 +16,7 @@ from scu_trainer.figures import in_percent, interval
 from scu_trainer.report.comparison.report import read_record
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.report.comparison.text import has_accuracy, settled
-from scu_trainer.report.drawing import Level, Line, Panel, Plot, ValueRange
+from scu_trainer.report.drawing import HorizontalLine, Line, Panel, Plot, ValueRange
 from scu_trainer.report.files import Row, RunFiles, points, read_run
 from scu_trainer.report.run_plots import number
 
@@ -136,7 +136,7 @@ def _s_plot(found: Comparison) -> Plot:
     return _curve_plot("s-arms", "S of each arm", "Information ratio S, mean of the seeds", "S", lines, notes, levels)
 
 
-def _target_levels(found: Comparison) -> list[Level]:
+def _target_levels(found: Comparison) -> list[HorizontalLine]:
     """Return a level for each target of S, named after its arm if only one of several has it. Returns none if there are
     more than MOST_TARGETS, which nobody could distinguish."""
     arms: dict[float, list[str]] = {}
@@ -147,7 +147,7 @@ def _target_levels(found: Comparison) -> list[Level]:
     if len(arms) > MOST_TARGETS:
         return []
     names = {target: f" of {', '.join(arms[target])}" if len(arms[target]) == 1 < len(arms) else "" for target in arms}
-    return [Level(target, f"target {target:g}{names[target]}") for target in sorted(arms)]
+    return [HorizontalLine(target, f"target {target:g}{names[target]}") for target in sorted(arms)]
 
 
 def _curves_plot(found: Comparison) -> Plot:
@@ -159,7 +159,7 @@ def _curves_plot(found: Comparison) -> Plot:
 
 def _curve_plot(
     key: str, title: str, panel: str, label: str, lines: Sequence[Line], notes: Sequence[str],
-    levels: Sequence[Level] = (),
+    levels: Sequence[HorizontalLine] = (),
 ) -> Plot:  # fmt: skip
     if not lines:
         return Plot(key, title, notes=notes or ("no run has begun yet",))

@@ -37,7 +37,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Level:
+class HorizontalLine:
     """A horizontal line over the whole width, with a label."""
 
     y: float
@@ -79,7 +79,7 @@ class Panel:
     y_label: str = ""
     x_label: str = "optimizer step"
     lines: Sequence[Line] = ()
-    levels: Sequence[Level] = ()
+    levels: Sequence[HorizontalLine] = ()
     bands: Sequence[Band] = ()
     intervals: Sequence[ValueRange] = ()
     from_zero: bool = False

@@ -28,7 +28,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextBlock:
     """A sentence, or with ``is_code`` a block to copy. ``fold``: the title of a fold that hides it until clicked."""
 
     text: str
@@ -59,7 +59,7 @@ class Drawing:
 @dataclass(frozen=True)
 class Section:
     title: str
-    blocks: Sequence[Table | Text | MarkedText | Drawing]
+    blocks: Sequence[Table | TextBlock | MarkedText | Drawing]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from scu_trainer.report import samples
 from scu_trainer.report.ablation import Comparison, comparison_plots, or_dash, result_rows
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.files import RunFiles
-from scu_trainer.report.page import Drawing, Page, Section, Table, Text
+from scu_trainer.report.page import Drawing, Page, Section, Table, TextBlock
 from scu_trainer.report.render import MOST_DISTINCT_LINES
 from scu_trainer.report.run_plots import run_plots
 from scu_trainer.report.settings_table import as_rows, changed, differences, hardware, repeat_command, repeat_yaml, show
@@ -94,7 +94,7 @@ def _changes_tables(runs: Sequence[RunFiles]) -> list[Table]:
     return [Table(head, rows)] if rows else []
 
 
-def _different_data_warning(runs: Sequence[RunFiles]) -> list[Text]:
+def _different_data_warning(runs: Sequence[RunFiles]) -> list[TextBlock]:
     """Return a warning if runs were scored on different held-out data, because readers compare scores side by side."""
     scored = [run for run in runs if "held_out_tokens" in run.metrics]
     if len({held_out_size(run.metrics) for run in scored}) < 2:
@@ -102,57 +102,59 @@ def _different_data_warning(runs: Sequence[RunFiles]) -> list[Text]:
     first, *others = (str(run.folder) for run in scored)
     command = shlex.join(["scu-trainer", "eval", first, "--against", *others, "--eval_dataset", "FILE"])
     return [
-        Text(
+        TextBlock(
             "These runs were not scored on the same held-out data (or not on the same tokens of it), so their scores "
             f"cannot be compared. To compare them on data that none of them was trained on: {command}"
         )
     ]
 
 
-def _warning_blocks(runs: Sequence[RunFiles]) -> list[Table | Text]:
+def _warning_blocks(runs: Sequence[RunFiles]) -> list[Table | TextBlock]:
     many, blocks = len(runs) > 1, []
     rows = [[run.name, *row] if many else list(row) for run in runs for row in warnings(run)]
     if rows:
         blocks.append(Table([*(["run"] if many else []), "where", "what"], rows))
     else:
-        blocks.append(Text("None: no errors, no notices, no micro-batch changes, and preflight found nothing."))
+        blocks.append(TextBlock("None: no errors, no notices, no micro-batch changes, and preflight found nothing."))
     said = [f"{run.name}: {text}" if many else text for run in runs for text in notes(run)]
-    return [*blocks, Text("\n".join(said), True, "preflight notes")] if said else blocks
+    return [*blocks, TextBlock("\n".join(said), True, "preflight notes")] if said else blocks
 
 
-def _settings_blocks(runs: Sequence[RunFiles]) -> list[Table | Text]:
+def _settings_blocks(runs: Sequence[RunFiles]) -> list[Table | TextBlock]:
     if len(runs) > 1:
         rows = differences(runs)
         if not rows:
-            return [Text("The runs have the same settings, data, code and versions.")]
+            return [TextBlock("The runs have the same settings, data, code and versions.")]
         return [Table(_table_head(runs, "setting"), rows, "what differs between the runs")]
     run = runs[0]
     if not run.settings:
-        return [Text("The run has no training_config.json: its settings are not known.")]
-    everything = Text("\n".join(f"{name}: {show(value)}" for name, value in run.settings.items()), True, "all settings")
+        return [TextBlock("The run has no training_config.json: its settings are not known.")]
+    everything = TextBlock(
+        "\n".join(f"{name}: {show(value)}" for name, value in run.settings.items()), True, "all settings"
+    )
     rows = [list(row) for row in changed(run)]
     if not rows:
-        return [Text("The files of the run do not record the defaults of its version."), everything]
+        return [TextBlock("The files of the run do not record the defaults of its version."), everything]
     return [Table(["setting", "value", "default"], rows, "what differs from the defaults"), everything]
 
 
-def _hardware_blocks(runs: Sequence[RunFiles]) -> list[Table | Text]:
+def _hardware_blocks(runs: Sequence[RunFiles]) -> list[Table | TextBlock]:
     rows = as_rows([dict(hardware(run)) for run in runs])
     if not rows:
-        return [Text("The files do not record the hardware.")]
+        return [TextBlock("The files do not record the hardware.")]
     return [Table(_table_head(runs, "part"), rows)]
 
 
-def _repeat_blocks(runs: Sequence[RunFiles], files: Sequence[Path]) -> list[Table | Text]:
-    blocks: list[Table | Text] = []
+def _repeat_blocks(runs: Sequence[RunFiles], files: Sequence[Path]) -> list[Table | TextBlock]:
+    blocks: list[Table | TextBlock] = []
     for run, path in zip(runs, files, strict=True):
         text = repeat_yaml(run)
         if not text:
-            blocks.append(Text(f"{run.name} has no training_config.json, so it is not known how to repeat it."))
+            blocks.append(TextBlock(f"{run.name} has no training_config.json, so it is not known how to repeat it."))
             continue
         blocks += [
-            Text(repeat_command(run, path), is_code=True),
-            Text(text, True, f"{path.name}: the settings of {run.name}"),
+            TextBlock(repeat_command(run, path), is_code=True),
+            TextBlock(text, True, f"{path.name}: the settings of {run.name}"),
         ]
     return blocks
 
@@ -172,11 +174,11 @@ def _comparison_page(found: Comparison, drawings: Sequence[Drawing], written: st
     ]
     pills += [(f"{len(failed)} failed", "bad")] if failed else []
     sections = [
-        Section("Results", [Table(*result_rows(found)), *(Text(text) for text in content["notes"])]),
+        Section("Results", [Table(*result_rows(found)), *(TextBlock(text) for text in content["notes"])]),
         *(Section(item.plot.title, [item]) for item in drawings),
         Section("Arms", [_arms_table(found)]),
         Section("Runs", [_runs_table(found)]),
-        Section("Repeat it", [Text(content["command"] or "comparison.json holds no command", is_code=True)]),
+        Section("Repeat it", [TextBlock(content["command"] or "comparison.json holds no command", is_code=True)]),
     ]
     return Page(f"Comparison {found.folder.name}", content["verdict"], pills, sections, written, reload_s)
 

@@ -18,7 +18,7 @@ from scu_trainer.report.absent import (
     why_no_s,
     why_no_throughput,
 )
-from scu_trainer.report.drawing import MUTED, Band, Level, Line, Panel, Plot
+from scu_trainer.report.drawing import MUTED, Band, HorizontalLine, Line, Panel, Plot
 from scu_trainer.report.files import Row, RunFiles, newest, points
 from scu_trainer.report.render import MOST_DISTINCT_LINES
 from scu_trainer.report.statistics_plots import curriculum_panels
@@ -172,7 +172,7 @@ def _s_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     if not found:
         return []
     targets = sorted({target for run in found for target in points(run.control[-1:], "s_target")[1] if target})
-    levels = [Level(target, f"target {target:g}") for target in targets] if len(targets) <= 3 else []
+    levels = [HorizontalLine(target, f"target {target:g}") for target in targets] if len(targets) <= 3 else []
     band = _target_band(found, targets)
     lines = _not_empty(_s_lines(runs, style))
     steered = [run for run in found if not only_measured(run)]
@@ -216,7 +216,7 @@ def _memory_panels(runs: Sequence[RunFiles]) -> list[Panel]:
     used, sizes = _not_empty(_memory_lines(found, style)), _not_empty(_size_lines(found, style))
     limits = _limits(found)
     far = " and ".join(f"{limit / GIB:.1f} GiB" for limit in limits if not _is_near(limit, used))
-    levels = [Level(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
+    levels = [HorizontalLine(limit / GIB, f"limit {limit / GIB:.1f} GiB") for limit in limits if _is_near(limit, used)]
     is_shared = all(
         (run.config.get("hardware") or {}).get("device") == "cpu" and run.settings.get("memory_limit_gb") is None
         for run in found  # with memory_limit_gb, the memory in use is that of the process only

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from scu_trainer.report.files import RunFiles
-from scu_trainer.report.page import Section, Table, Text
+from scu_trainer.report.page import Section, Table, TextBlock
 
 LONGEST_CHARACTERS = 600
 Sample = dict[str, Any]
@@ -21,7 +21,7 @@ def sections(runs: Sequence[RunFiles]) -> list[Section]:
     return [Section("Samples", blocks)]
 
 
-def _blocks_of_one_run(run: RunFiles) -> list[Table | Text]:
+def _blocks_of_one_run(run: RunFiles) -> list[Table | TextBlock]:
     first, last = run.samples[0], run.samples[-1]
     first_title = "before" if first.get("step") == 0 else f"step {first.get('step')}"
     last_title = f"step {last.get('step')}" if run.is_alive else f"after, step {last.get('step')}"
@@ -31,7 +31,7 @@ def _blocks_of_one_run(run: RunFiles) -> list[Table | Text]:
         return [table]
     lines = [f"step {row.get('step')}, {prompt!r}\n{_answer_text(_by_prompt(row), prompt)}\n"
              for prompt in _by_prompt(last) for row in in_between]  # fmt: skip
-    return [table, Text("\n".join(lines), True, "during training")]
+    return [table, TextBlock("\n".join(lines), True, "during training")]
 
 
 def _table_of_runs(runs: Sequence[RunFiles]) -> Table:

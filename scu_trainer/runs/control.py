@@ -19,7 +19,7 @@ from scu_trainer.runs import room
 from scu_trainer.runs.process import (
     TOKEN_VARIABLE,
     Identity,
-    Machine,
+    System,
     is_alive,
     processes_of_run,
     send_signal,
@@ -46,7 +46,7 @@ Spawn = Callable[[Sequence[str], str, Mapping[str, str], Path], Any]
 class RunBackend:
     """The functions that act on the system, which tests replace."""
 
-    machine: Machine = field(default_factory=Machine)
+    machine: System = field(default_factory=System)
     spawn: Spawn = spawn_detached
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
-from scu_trainer.runs.process import Machine
+from scu_trainer.runs.process import System
 from scu_trainer.runs.progress import last_lines, last_warning, tail
 from scu_trainer.runs.state import Report, report
 from scu_trainer.runs.store import Run
@@ -19,7 +19,7 @@ FOLLOW_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
-class View:
+class RunView:
     """One snapshot of a run: its report, the last lines that it printed, and the last warning in its log."""
 
     report: Report
@@ -32,17 +32,19 @@ def log_of(run: Run) -> Path:
     return run.console if run.console.is_file() else run.path / "logs" / "train.log"
 
 
-def watch(run: Run, refresh_s: float, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[View]:
+def watch(
+    run: Run, refresh_s: float, machine: System, sleep: Callable[[float], None] = time.sleep
+) -> Iterator[RunView]:
     """Yield a view every ``refresh_s`` seconds. The last view shows the run after its end."""
     while True:
         found = report(run, machine)
-        yield View(found, tuple(last_lines(log_of(run), LOG_LINES)), last_warning(run))
+        yield RunView(found, tuple(last_lines(log_of(run), LOG_LINES)), last_warning(run))
         if not found.state.is_alive:
             return
         sleep(refresh_s)
 
 
-def follow(run: Run, lines: int, machine: Machine, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
+def follow(run: Run, lines: int, machine: System, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
     """Yield the last ``lines`` lines of the log, then the text that is added to it, until the run has ended."""
     path = log_of(run)
     read_bytes = _size_bytes(path)  # taken before reading: text that is printed meanwhile is yielded next

@@ -1,7 +1,7 @@
 """Identify processes, check whether they are alive, find the processes of a run, and start, slow down and end them.
 
 A process ID does not identify a process, because systems reuse the numbers. Here a process is identified by its number,
-its creation time, the boot of the machine, and the name of the machine. Tests replace ``Machine``.
+its creation time, the boot of the machine, and the name of the machine. Tests replace ``System``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Fact = Literal["alive", "suspended", "dead", "other program", "rebooted", "elsew
 @dataclass(frozen=True)
 class Identity:
     """What identifies a process. ``born``: its creation time, on Linux in ticks since the boot, which do not change
-    when the clock is set; elsewhere in seconds since 1970. ``boot``: see ``Machine.boot``."""
+    when the clock is set; elsewhere in seconds since 1970. ``boot``: see ``System.boot``."""
 
     pid: int
     born: float
@@ -49,7 +49,7 @@ class ProcessInfo:
     state: str
 
 
-class Machine:
+class System:
     """Queries about this machine and its processes."""
 
     def host(self) -> str:
@@ -97,7 +97,7 @@ def _psutil_process(pid: int) -> Optional[ProcessInfo]:
 # -- whether a process is alive ----------------------------------------------------------------------------------------
 
 
-def check_process(identity: Identity, machine: Machine) -> Fact:
+def check_process(identity: Identity, machine: System) -> Fact:
     """Return what happened to a process. A zombie counts as dead, because it does nothing any more."""
     if identity.host != machine.host():
         return "elsewhere"
@@ -111,7 +111,7 @@ def check_process(identity: Identity, machine: Machine) -> Fact:
     return "suspended" if seen.state == "suspended" else "alive"
 
 
-def is_alive(identity: Identity, machine: Machine) -> bool:
+def is_alive(identity: Identity, machine: System) -> bool:
     return check_process(identity, machine) in ("alive", "suspended")
 
 
@@ -121,25 +121,25 @@ def _same_boot(before: str, now: str) -> bool:
     return before == now
 
 
-def processes_of_run(supervisor: Identity, token: str, machine: Machine) -> list[Identity]:
+def processes_of_run(supervisor: Identity, token: str, machine: System) -> list[Identity]:
     """Return the living processes of a run: the supervisor, its session, and children that left the session but have
     its token."""
     return [member for member in _processes(machine) if _belongs(member, supervisor, token, machine)]
 
 
-def processes_with_token(token: str, machine: Machine) -> list[Identity]:
+def processes_with_token(token: str, machine: System) -> list[Identity]:
     """Return all living processes that have ``token`` in the environment variable TOKEN_VARIABLE."""
     return [member for member in _processes(machine) if _has_token(member.pid, token)]
 
 
-def _processes(machine: Machine) -> Iterator[Identity]:
+def _processes(machine: System) -> Iterator[Identity]:
     for pid in psutil.pids():
         seen = machine.process(pid)
         if seen is not None and seen.state != "zombie" and pid != os.getpid():
             yield Identity(pid, seen.born, machine.boot(), machine.host())
 
 
-def _belongs(member: Identity, supervisor: Identity, token: str, machine: Machine) -> bool:
+def _belongs(member: Identity, supervisor: Identity, token: str, machine: System) -> bool:
     if member.born < supervisor.born or not _same_boot(supervisor.boot, member.boot) or supervisor.host != member.host:
         return False
     if member.pid == supervisor.pid:
@@ -148,7 +148,7 @@ def _belongs(member: Identity, supervisor: Identity, token: str, machine: Machin
     return is_in_session or _has_token(member.pid, token)
 
 
-def _is_number_reused(supervisor: Identity, machine: Machine) -> bool:
+def _is_number_reused(supervisor: Identity, machine: System) -> bool:
     """Whether a newer process has the number of the supervisor, so that the session of this number is another one."""
     seen = machine.process(supervisor.pid)
     return seen is not None and seen.born != supervisor.born
@@ -202,7 +202,7 @@ def lower_priority(nice: int) -> list[str]:
     return failed
 
 
-def send_signal(process: Identity, number: int, machine: Machine) -> bool:
+def send_signal(process: Identity, number: int, machine: System) -> bool:
     """Send a signal to this process, never to one that got its number in the meantime. Returns whether it was alive.
     Raises RequirementError if the process belongs to another user."""
     try:
@@ -218,7 +218,7 @@ def send_signal(process: Identity, number: int, machine: Machine) -> bool:
     return False
 
 
-def _send_to_descriptor(process: Identity, number: int, machine: Machine) -> bool:
+def _send_to_descriptor(process: Identity, number: int, machine: System) -> bool:
     descriptor = os.pidfd_open(process.pid)  # refers to the same process from here on, even if its number is reused
     try:
         if not is_alive(process, machine):

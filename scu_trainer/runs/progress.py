@@ -25,7 +25,7 @@ WARNING = re.compile(r"\b(?:WARNING|ERROR)\b(?: \S+:)? (.*)")
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
     """The progress of a run. A field is None if its value is not known, or not yet. ``loss``: in nats per ``unit``.
     ``started_s``, ``updated_s``: when the run began and when run.json was last written, in seconds since 1970."""
 
@@ -52,11 +52,11 @@ class Progress:
         return None if not self.max_steps or self.step is None else min(1.0, self.step / self.max_steps)
 
 
-def progress(run: Run, status: Mapping[str, Any]) -> Progress:
+def progress(run: Run, status: Mapping[str, Any]) -> RunProgress:
     """Read the progress of ``run``. ``status``: the content of its run.json."""
     scu, memory = last_row(run.path / "scu_history.json"), last_row(run.path / "memory_history.json")
     smoothed_s, logged = scu.get("s_ema"), last_row(run.path / "log_history.json", "throughput/samples_per_second")
-    return Progress(
+    return RunProgress(
         **{name: status.get(name) for name in ("step", "max_steps", "loss", "eta_s")},
         unit=status.get("unit") or "token",
         started_s=seconds(status.get("started")),

@@ -19,7 +19,7 @@ from typing import Optional
 
 from scu_trainer.errors import StorageError
 from scu_trainer.run_files import read_json, write_json
-from scu_trainer.runs.process import Identity, Machine, is_alive
+from scu_trainer.runs.process import Identity, System, is_alive
 
 LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 5.0
@@ -85,9 +85,9 @@ class QueueEntry:
 class DeviceQueue:
     """The queue of one device."""
 
-    def __init__(self, device: str, folder: Optional[Path] = None, machine: Optional[Machine] = None) -> None:
+    def __init__(self, device: str, folder: Optional[Path] = None, machine: Optional[System] = None) -> None:
         self.device, self.folder = device, (folder or default_folder()) / device
-        self._machine = machine or Machine()
+        self._machine = machine or System()
         self._turn: Optional[FileLock] = None
 
     def join(self, process: Identity, run: Path) -> QueueEntry:

@@ -17,8 +17,8 @@ import psutil
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware.watching.monitor import held_bytes
 from scu_trainer.run_files import free_bytes, storage_error
-from scu_trainer.runs.process import Fact, Machine, check_process
-from scu_trainer.runs.progress import Progress, last_error, progress, seconds
+from scu_trainer.runs.process import Fact, System, check_process
+from scu_trainer.runs.progress import RunProgress, last_error, progress, seconds
 from scu_trainer.runs.queue import DeviceQueue
 from scu_trainer.runs.store import ENDED_STATUSES, Run, RunRecord
 
@@ -159,7 +159,7 @@ class Report:
 
     run: Run
     state: RunState
-    progress: Progress
+    progress: RunProgress
     record: Optional[RunRecord] = None
     pid: Optional[int] = None
     ahead: Optional[int] = None
@@ -193,7 +193,7 @@ class Report:
         }
 
 
-def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
+def report(run: Run, machine: System, now_s: Optional[float] = None) -> Report:
     """Read the files of a run and check its process. A run that cannot be read is reported as "unreadable"."""
     try:
         return _report(run, machine, time.time() if now_s is None else now_s)
@@ -201,10 +201,10 @@ def report(run: Run, machine: Machine, now_s: Optional[float] = None) -> Report:
         reason = error
     except OSError as error:  # such as a folder or file without permission for this user
         reason = storage_error(error.filename or run.path, "read", error)
-    return Report(run, RunState("unreadable", str(reason), "error"), Progress())
+    return Report(run, RunState("unreadable", str(reason), "error"), RunProgress())
 
 
-def _report(run: Run, machine: Machine, now_s: float) -> Report:
+def _report(run: Run, machine: System, now_s: float) -> Report:
     """The process is checked before the files are read: if it ends in between, the files already hold its end."""
     before = run.record()
     pid, fact = _recorded_process(run, before, machine)
@@ -231,13 +231,13 @@ def _report(run: Run, machine: Machine, now_s: float) -> Report:
     return Report(run, state, found, record, pid, _count_ahead(state, record, machine))
 
 
-def _recorded_process(run: Run, record: Optional[RunRecord], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
+def _recorded_process(run: Run, record: Optional[RunRecord], machine: System) -> tuple[Optional[int], Optional[Fact]]:
     if record is not None:
         return (None, None) if record.process is None else (record.process.pid, check_process(record.process, machine))
     return _process_of_manual_run(run.status(), machine)
 
 
-def _process_of_manual_run(status: Mapping[str, Any], machine: Machine) -> tuple[Optional[int], Optional[Fact]]:
+def _process_of_manual_run(status: Mapping[str, Any], machine: System) -> tuple[Optional[int], Optional[Fact]]:
     """Return the process ID of a run that was started by hand, and what happened to the process.
 
     Its number is in run.json, but not its creation time. A process that was created after run.json was last written is
@@ -256,7 +256,7 @@ def _process_of_manual_run(status: Mapping[str, Any], machine: Machine) -> tuple
     return pid, "suspended" if seen.state == "suspended" else "alive"
 
 
-def _count_ahead(state: RunState, record: Optional[RunRecord], machine: Machine) -> Optional[int]:
+def _count_ahead(state: RunState, record: Optional[RunRecord], machine: System) -> Optional[int]:
     if state.status != "queued" or record is None or not record.devices:
         return None
     places = DeviceQueue(record.devices[-1], machine=machine).waiting()

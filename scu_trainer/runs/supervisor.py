@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Optional
 from scu_trainer.errors import StorageError, UserError
 from scu_trainer.run_files import RunStatus
 from scu_trainer.runs import numa, room
-from scu_trainer.runs.process import Machine, lower_priority
+from scu_trainer.runs.process import System, lower_priority
 from scu_trainer.runs.progress import last_error
 from scu_trainer.runs.queue import DeviceQueue, wait_for_turn
 from scu_trainer.runs.store import ENDED_STATUSES, Run, RunRecord
@@ -39,7 +39,7 @@ class SupervisorBackend:
 
     train: Callable[[list[str]], int]
     become: Callable[[Sequence[str]], NoReturn] = _exec
-    machine: Machine = field(default_factory=Machine)
+    machine: System = field(default_factory=System)
     lower_priority: Callable[[int], list[str]] = lower_priority
     sleep: Callable[[float], None] = time.sleep
     devices: Callable[[], list[str]] = room.devices

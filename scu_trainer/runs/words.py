@@ -7,7 +7,7 @@ from typing import Optional
 
 from scu_trainer.figures import NONE, bits_of
 from scu_trainer.run_files import format_bytes
-from scu_trainer.runs.progress import Progress
+from scu_trainer.runs.progress import RunProgress
 from scu_trainer.runs.state import Report
 
 
@@ -20,7 +20,7 @@ def devices(report: Report) -> str:
     return "+".join(report.record.devices) if report.record and report.record.devices else NONE
 
 
-def steps(progress: Progress) -> str:
+def steps(progress: RunProgress) -> str:
     if progress.step is None:
         return NONE
     return f"{progress.step}/{progress.max_steps}" if progress.max_steps else str(progress.step)
@@ -30,24 +30,24 @@ def number(value: Optional[float], digits: int = 3) -> str:
     return NONE if value is None else f"{value:.{digits}f}"
 
 
-def bits(progress: Progress) -> str:
+def bits(progress: RunProgress) -> str:
     """Return the loss in bits, for a table column with the unit in its title."""
     return number(None if progress.loss is None else bits_of(progress.loss))
 
 
-def loss(progress: Progress) -> str:
+def loss(progress: RunProgress) -> str:
     """Return the loss in bits, with its unit. run.json has it in nats, as transformers logs losses."""
     return NONE if progress.loss is None else f"{bits_of(progress.loss):.3f} bits per {progress.unit}"
 
 
-def s_text(progress: Progress) -> str:
+def s_text(progress: RunProgress) -> str:
     """Return S, and its target if there is one."""
     if progress.s is None:
         return NONE
     return f"{progress.s:.4f}" + ("" if progress.s_target is None else f" of {progress.s_target:.4g}")
 
 
-def strength(progress: Progress) -> str:
+def strength(progress: RunProgress) -> str:
     steers = progress.strength or progress.s_target is not None
     return f"{progress.strength:.3g}" if progress.strength is not None and steers else NONE
 
@@ -63,7 +63,7 @@ def memory(report: Report) -> str:
     return ", ".join(parts) or NONE
 
 
-def micro_batch(progress: Progress) -> str:
+def micro_batch(progress: RunProgress) -> str:
     parts = [(progress.rows_per_chunk, "rows"), (progress.tokens_per_chunk, "tokens")]
     return ", ".join(f"{value} {unit}" for value, unit in parts if value is not None) or NONE
 

@@ -23,7 +23,7 @@ POLICY_VIOLATION = 1008
 """Close code of a WebSocket."""
 
 
-class Guard:
+class RequestGuard:
     """``hosts``: allowed values of the header Host, such as "127.0.0.1:8000"; None allows any, for access from other
     machines. ``key``: the key that clients must send, or None. HEALTH needs no key."""
 

@@ -30,7 +30,7 @@ UNAVAILABLE = 503
 
 
 def application(asker: RequestReader, ends: Event) -> Any:
-    """The ASGI application. It has no access control: wrap it in guard.Guard. ``ends``: set to stop running answers."""
+    """The ASGI application, without access control: wrap it in RequestGuard. ``ends``: set to stop running answers."""
     torch.manual_seed(asker.settings.seed)
     manager, state = SingleModelManager(asker, ends), GenerationState()
     shared = {"model_manager": manager, "generation_state": state}

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
-from scu_trainer.board.access import Guard
+from scu_trainer.board.access import AccessGuard
 from scu_trainer.board.acts import RunActions
 from scu_trainer.board.app import Board
 from scu_trainer.cli.looking import board as command
@@ -47,7 +47,7 @@ class Site:
         return self.bare(path, method, {**headers, **given.pop("headers", {})}, **given)
 
     def bare(self, path: str, method: str = "GET", headers: Optional[dict] = None, **given: Any) -> httpx.Response:
-        app = Guard(self.board.application(), self.token, [HOST, "localhost:7860"], COOKIE)
+        app = AccessGuard(self.board.application(), self.token, [HOST, "localhost:7860"], COOKIE)
 
         async def ask() -> httpx.Response:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=ORIGIN) as client:

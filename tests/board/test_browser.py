@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scu_trainer.runs.process import Machine, processes_of_run, send_signal
+from scu_trainer.runs.process import System, processes_of_run, send_signal
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run
 from tests.board.conftest import opened
@@ -44,8 +44,8 @@ def served(folder):
         with opened(root, [recipe], stand_in.hands()) as address:
             yield SimpleNamespace(address=address, at=address.split("/?")[0], root=root, recipe=recipe)
     record = Run(root / "short", "short").record()
-    for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
-        send_signal(member, signal.SIGKILL, Machine())
+    for member in processes_of_run(record.process, record.token, System()) if record and record.process else ():
+        send_signal(member, signal.SIGKILL, System())
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_run_is_started_stopped_and_resumed_by_keyboard(chromium, site):
         tab_to(page, "stop")
         page.keyboard.press("Enter")
         until(page, "stopped")
-        step = report(run, Machine()).progress.step
+        step = report(run, System()).progress.step
         assert page.get_by_text(f"checkpoint-{step}", exact=True).is_visible()
         tab_to(page, "resume")
         page.keyboard.press("Enter")

@@ -22,7 +22,7 @@ from scu_trainer.cli.background import supervisor as runs_supervisor
 from scu_trainer.run_files import History, RunStatus
 from scu_trainer.runs.menu import ACTIONS, Menu
 from scu_trainer.runs.monitor import follow, watch
-from scu_trainer.runs.process import Machine, processes_of_run, send_signal
+from scu_trainer.runs.process import System, processes_of_run, send_signal
 from scu_trainer.runs.progress import last_lines
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, all_runs
@@ -46,8 +46,8 @@ def place(tmp_path, monkeypatch):
     yield tmp_path
     for run in all_runs(tmp_path / "runs"):
         record = run.record()
-        for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
-            send_signal(member, signal.SIGKILL, Machine())
+        for member in processes_of_run(record.process, record.token, System()) if record and record.process else ():
+            send_signal(member, signal.SIGKILL, System())
 
 
 def typed(*words: object) -> int:
@@ -55,7 +55,7 @@ def typed(*words: object) -> int:
 
 
 def reaches(name: str, wanted: str) -> None:
-    until(lambda: report(Run(Path("runs") / name, name), Machine()).state.status == wanted)
+    until(lambda: report(Run(Path("runs") / name, name), System()).state.status == wanted)
 
 
 def test_from_start_to_resume(place, capsys):
@@ -67,7 +67,7 @@ def test_from_start_to_resume(place, capsys):
     assert record.flags == ("--max_steps", "7") and record.options.device == "cpu"
     reaches("long", "running")
     assert typed("start", "--config", "recipes/long.yaml", "--max-ram-percent", "100", "--nice", "0") == 0
-    until(lambda: report(Run(Path("runs/long-2")), Machine()).ahead == 1)
+    until(lambda: report(Run(Path("runs/long-2")), System()).ahead == 1)
     capsys.readouterr()
     assert typed("list") == 0
     said = capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_a_stop_of_a_suspended_run_says_what_it_waits_for(place, capsys):
     typed("start", "--config", "recipes/long.yaml", "--max_ram_percent", "100")
     reaches("long", "running")
     os.kill(Run(Path("runs/long")).record().process.pid, signal.SIGSTOP)
-    until(lambda: "suspended" in report(Run(Path("runs/long")), Machine()).state.detail)
+    until(lambda: "suspended" in report(Run(Path("runs/long")), System()).state.detail)
     assert typed("stop", "long", "--timeout", "0.1") == 2
     assert "a checkpoint (suspended by a signal; kill -CONT lets it continue) ..." in capsys.readouterr().out
 
@@ -316,7 +316,7 @@ def test_a_log_is_followed_to_the_last_word(by_hand):
         if "five" in log.read_text():
             RunStatus(by_hand.path / "run.json").update(status="finished", pid=99999999)
 
-    assert "".join(follow(by_hand, 1, Machine(), sleep)) == "three\nfour\nfive\n"
+    assert "".join(follow(by_hand, 1, System(), sleep)) == "three\nfour\nfive\n"
 
 
 def test_the_last_words_of_a_log_need_no_end_of_line(by_hand):
@@ -333,8 +333,8 @@ def test_the_last_words_of_a_log_need_no_end_of_line(by_hand):
             file.write(part)
 
     whole = "three\nfour \xf6 last words "
-    assert "".join(follow(by_hand, 1, Machine(), sleep)) == whole
-    assert "".join(follow(by_hand, 2, Machine())) == whole
+    assert "".join(follow(by_hand, 1, System(), sleep)) == whole
+    assert "".join(follow(by_hand, 2, System())) == whole
 
 
 def test_a_line_that_is_printed_while_a_log_is_opened_is_followed(by_hand, monkeypatch):
@@ -347,7 +347,7 @@ def test_a_line_that_is_printed_while_a_log_is_opened_is_followed(by_hand, monke
         return found
 
     monkeypatch.setattr("scu_trainer.runs.monitor.last_lines", read)
-    assert "".join(follow(by_hand, 1, Machine())) == "three\nfour\n"
+    assert "".join(follow(by_hand, 1, System())) == "three\nfour\n"
 
 
 def test_a_log_that_is_rotated_is_followed_from_its_new_beginning(by_hand):
@@ -364,7 +364,7 @@ def test_a_log_that_is_rotated_is_followed_from_its_new_beginning(by_hand):
         else:
             rotate()
 
-    assert "".join(follow(by_hand, 1, Machine(), sleep)) == "three\nnew\nnewer\n"
+    assert "".join(follow(by_hand, 1, System(), sleep)) == "three\nnew\nnewer\n"
 
 
 def test_the_monitor_ends_with_the_run_and_leaves_a_line_for_each_look(by_hand, capsys):
@@ -390,9 +390,7 @@ def test_leaving_the_monitor_leaves_the_run(by_hand, capsys):
 def test_the_live_screen_fits_80_columns(by_hand):
     RunStatus(by_hand.path / "run.json").update(status="running", pid=os.getpid(), eta_s=125.0)
     target = io.StringIO()
-    Console(file=target, width=80, force_terminal=False).print(
-        runs_screens.screen(next(watch(by_hand, 1.0, Machine())))
-    )
+    Console(file=target, width=80, force_terminal=False).print(runs_screens.screen(next(watch(by_hand, 1.0, System()))))
     lines = target.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     text = target.getvalue()
@@ -405,7 +403,7 @@ def test_live_on_a_terminal(by_hand, monkeypatch):
     monkeypatch.setattr(
         runs_screens, "plain_console", lambda: Console(file=target, width=80, force_terminal=True, highlight=False)
     )
-    runs_screens.show_views([next(watch(by_hand, 1.0, Machine()))])
+    runs_screens.show_views([next(watch(by_hand, 1.0, System()))])
     assert "finished" in target.getvalue()
 
 

@@ -14,7 +14,7 @@ import yaml
 from scu_trainer.cli.comparison import sweep
 from scu_trainer.cli.main import main as cli
 from scu_trainer.errors import SettingsError, Stopped
-from scu_trainer.runs.process import Machine
+from scu_trainer.runs.process import System
 from scu_trainer.runs.queue import DeviceQueue
 from scu_trainer.runs.studies.comparison import Hands
 from scu_trainer.runs.studies.search import Axis, parse_axes
@@ -137,8 +137,8 @@ def waiting(tmp_path, monkeypatch):
     """A sweep that has nothing to train, and the line of its device with somebody in it."""
     monkeypatch.setenv("SCU_TRAINER_CACHE", str(tmp_path / "cache"))
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    first = DeviceQueue("cpu", machine=Machine())
-    first.join(Machine().identity(other.pid), tmp_path / "other")
+    first = DeviceQueue("cpu", machine=System())
+    first.join(System().identity(other.pid), tmp_path / "other")
     found = sweep.Sweep.__new__(sweep.Sweep)
     found.plan, found.device, found.asked = type("plan", (), {"folder": tmp_path}), "cpu", 0
     said: list[str] = []

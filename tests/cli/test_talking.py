@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from scu_trainer.cli.main import main as cli
-from scu_trainer.cli.talking.chat import Chat, _load_second
+from scu_trainer.cli.talking.chat import ChatSession, _load_second
 from scu_trainer.cli.talking.generate import AnswersFile, _write_all
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import ModelSettings
@@ -70,8 +70,8 @@ def test_a_base_is_the_adapter_turned_off_where_that_is_the_base(talker, monkeyp
     assert (second.model is adapter.model) == (not changes)
 
 
-def chat(talkers, screen, system: str = "") -> Chat:
-    return Chat(talkers, AnswerSettings(max_new_tokens=6), system, io.StringIO(), screen, is_terminal=True)
+def chat(talkers, screen, system: str = "") -> ChatSession:
+    return ChatSession(talkers, AnswerSettings(max_new_tokens=6), system, io.StringIO(), screen, is_terminal=True)
 
 
 def test_a_conversation_with_its_commands(talker, monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from scu_trainer.errors import SettingsError, StorageError, UserError
 from scu_trainer.hardware import probe
 from scu_trainer.hardware.watching import monitor as subject
 from scu_trainer.hardware.watching.monitor import (
-    Level,
+    MemoryLevel,
     MonitorReading,
     RunReading,
     find_target,
@@ -32,7 +32,7 @@ from scu_trainer.hardware.watching.readings_csv import CsvLog
 
 GIB = 2**30
 RUN = RunReading(2, 3 * GIB, 2 * GIB, None, "running", 7, 100, 4, 512, 20 * GIB)
-READING = MonitorReading(1000.5, (Level("RAM", 5, 10, 6), Level("cuda:0 A, card", 1, 4, 2)), RUN)
+READING = MonitorReading(1000.5, (MemoryLevel("RAM", 5, 10, 6), MemoryLevel("cuda:0 A, card", 1, 4, 2)), RUN)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from scu_trainer.cli.machine import hardware
 from scu_trainer.errors import StorageError
 from scu_trainer.hardware import probe
 from scu_trainer.hardware import profile as subject
-from scu_trainer.hardware.profile import Cpu, Disk, Gpu, GpuUser, Profile, Ram
+from scu_trainer.hardware.profile import Cpu, Disk, Gpu, GpuUser, HardwareProfile, Ram
 
 GIB = 2**30
 CPUINFO = """processor\t: 0
@@ -104,7 +104,7 @@ def test_a_gpu_whose_users_nobody_knows_says_so(capsys, monkeypatch):
 def test_a_screen_of_80_columns_holds_it(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     users = (GpuUser(7, "python", 3 * GIB), GpuUser(8, "other", None))
-    machine = Profile(
+    machine = HardwareProfile(
         "Linux", "3.11.7", (Gpu("cuda", 0, "Card", 24 * GIB, 20 * GIB, "8.6", users),),
         Cpu("A Processor", "x86_64", 2, 4, 1.5, ("avx2", "fma")), Ram(16 * GIB, 8 * GIB, 0, 12 * GIB),
         (Disk("runs", 100 * GIB, 50 * GIB, 1.5e9), Disk("cache", GIB, GIB, None, "not measured")),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from scu_trainer.hub.card_text import body
-from scu_trainer.hub.facts import Facts, read_facts
+from scu_trainer.hub.facts import RunFacts, read_facts
 from scu_trainer.report.files import RunFiles
 from scu_trainer.report.samples import sections
 
@@ -50,4 +50,4 @@ def test_the_card_has_the_last_answers_as_they_stand(tmp_path):
     facts = read_facts(tmp_path, tmp_path)
     text = body(facts, "me/x", "mit", None)
     assert "## Samples" in text and "````text\n# no heading\n```\n[x](y)\n````" in text and "ref p" in text
-    assert "## Samples" not in body(Facts(tmp_path), "me/x", "mit", None)
+    assert "## Samples" not in body(RunFacts(tmp_path), "me/x", "mit", None)

@@ -19,7 +19,7 @@ from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.runs import control, supervisor
 from scu_trainer.runs.control import RunBackend, StartRequest, resume, start, stop
-from scu_trainer.runs.process import Machine, is_alive, processes_of_run, send_signal, spawn_detached
+from scu_trainer.runs.process import System, is_alive, processes_of_run, send_signal, spawn_detached
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Options, Run, all_runs, check_name, find_run, free_name
 from scu_trainer.runs.supervisor import SupervisorBackend, supervise, training_words
@@ -38,8 +38,8 @@ def root(tmp_path, monkeypatch):
     yield root
     for run in all_runs(root):
         record = run.record()
-        for member in processes_of_run(record.process, record.token, Machine()) if record and record.process else ():
-            send_signal(member, signal.SIGKILL, Machine())
+        for member in processes_of_run(record.process, record.token, System()) if record and record.process else ():
+            send_signal(member, signal.SIGKILL, System())
 
 
 def begun(root: Path, name: str, config: str = "{}", options: Options = OPTIONS) -> Run:
@@ -48,7 +48,7 @@ def begun(root: Path, name: str, config: str = "{}", options: Options = OPTIONS)
 
 
 def status(run: Run) -> str:
-    return report(run, Machine()).state.status
+    return report(run, System()).state.status
 
 
 def reaches(run: Run, wanted: str) -> None:
@@ -62,13 +62,13 @@ def test_start_stop_resume_to_the_end(root):
     run = begun(root, "a", "max_steps: 40")
     record = run.record()
     assert record.process.pid == os.getsid(record.process.pid) != os.getpid()
-    until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
-    assert status(run) == "running" and report(run, Machine()).pid == record.process.pid
+    until(lambda: (report(run, System()).progress.step or 0) >= 3)
+    assert status(run) == "running" and report(run, System()).pid == record.process.pid
     with pytest.raises(SettingsError, match="a is running already"):
         resume(run, HANDS)
     after = stop(run, HANDS, 20)
     assert after.state.status == "stopped" and after.progress.checkpoint == f"checkpoint-{after.progress.step}"
-    assert run.record().exit_code == 3 and not is_alive(record.process, Machine())
+    assert run.record().exit_code == 3 and not is_alive(record.process, System())
     assert stop(run, HANDS, 20).state.status == "stopped"  # once more harms nothing
     again, checkpoint = resume(run, HANDS)
     assert again.starts == 2 and again.token != record.token and checkpoint == after.progress.checkpoint
@@ -103,14 +103,14 @@ def test_a_second_request_to_stop_is_no_second_signal(root):
 
 def test_a_launcher_cannot_cut_the_checkpoint_short(root):
     run = begun(root, "a", "behave: launch")
-    until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
+    until(lambda: (report(run, System()).progress.step or 0) >= 3)
     after = stop(run, HANDS, 20)
     assert after.state.status == "stopped" and after.progress.checkpoint == f"checkpoint-{after.progress.step}"
 
 
 def test_a_launcher_that_resumes_can_be_stopped_before_training_begins(root):
     run = begun(root, "a", "behave: load")
-    until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
+    until(lambda: (report(run, System()).progress.step or 0) >= 3)
     stop(run, HANDS, 20)
     resume(run, HANDS)
     until((run.path / "loads").exists)
@@ -146,7 +146,7 @@ def test_a_copy_of_a_living_run_is_not_taken_for_it(root):
     run = begun(root, "a", f"hold_file: {hold_file}\nmax_steps: 3")
     reaches(run, "running")
     copy = Run(shutil.copytree(run.path, root / "b"), "b")
-    found = report(copy, Machine())
+    found = report(copy, System())
     assert found.state.status == "copied" and f"a copy of {run.path}" in found.state.detail and found.pid is None
     for now in (False, True):
         with pytest.raises(SettingsError, match=f"b is a copy of {run.path} and has no process of its own"):
@@ -172,8 +172,8 @@ def test_a_copy_of_a_living_run_is_not_taken_for_it(root):
 )
 def test_how_it_ended_is_told(root, config, told, cause, detail, code):
     run = begun(root, "a", config)
-    until(lambda: not report(run, Machine()).state.is_alive)
-    found = report(run, Machine())
+    until(lambda: not report(run, System()).state.is_alive)
+    found = report(run, System())
     assert (found.state.status, found.state.cause) == (told, cause) and detail in found.state.detail
     assert run.record().exit_code == code
     assert "a.b" not in run.console.read_text() and (code != 1 or "Traceback" in run.console.read_text())
@@ -185,7 +185,7 @@ def test_a_process_that_dies_before_it_registers_is_one_message(root):
 
     with pytest.raises(StorageError, match=r"ended at once: [^;]*cannot begin"):
         start(StartRequest("a", "{}"), root, RunBackend(spawn=spawn))
-    found = report(Run(root / "a", "a"), Machine(), now_s=time.time() + 10)
+    found = report(Run(root / "a", "a"), System(), now_s=time.time() + 10)
     assert found.state.status in ("starting", "killed")
 
 
@@ -195,7 +195,7 @@ def test_a_process_that_dies_before_it_registers_is_one_message(root):
 def test_one_trains_and_the_others_wait_their_turn(root):
     first, second, third = (begun(root, name) for name in "abc")
     reaches(first, "running")
-    until(lambda: [report(run, Machine()).ahead for run in (second, third)] == [1, 2])
+    until(lambda: [report(run, System()).ahead for run in (second, third)] == [1, 2])
     assert [status(run) for run in (first, second, third)] == ["running", "queued", "queued"]
     after = stop(second, HANDS, 20)
     assert (after.state.status, after.state.detail) == ("stopped", "left the queue before it began")
@@ -206,10 +206,10 @@ def test_one_trains_and_the_others_wait_their_turn(root):
 
 def test_killed_in_the_line_it_is_dead_and_holds_nobody_up(root):
     first, second, third = (begun(root, name) for name in "abc")
-    until(lambda: report(third, Machine()).ahead == 2)
+    until(lambda: report(third, System()).ahead == 2)
     os.kill(second.record().process.pid, signal.SIGKILL)
     reaches(second, "killed")
-    assert "waited in the queue" in report(second, Machine()).state.detail
+    assert "waited in the queue" in report(second, System()).state.detail
     stop(first, HANDS, 20)
     reaches(third, "running")
     resume(second, HANDS)
@@ -219,7 +219,7 @@ def test_killed_in_the_line_it_is_dead_and_holds_nobody_up(root):
 def test_a_device_that_is_not_there_is_told_by_the_status(root):
     run = begun(root, "a", options=Options(device="gpu-3", nice=0))
     reaches(run, "failed")
-    assert "there is no device 'gpu-3' here; devices: cpu" in report(run, Machine()).state.detail
+    assert "there is no device 'gpu-3' here; devices: cpu" in report(run, System()).state.detail
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -251,11 +251,11 @@ def test_cheap_mistakes_are_told_at_once(root, wish, words):
 
 def test_a_run_whose_folder_is_renamed_says_why_it_ended(root):
     run = begun(root, "a")
-    until(lambda: (report(run, Machine()).progress.step or 0) >= 3)
+    until(lambda: (report(run, System()).progress.step or 0) >= 3)
     record = run.record()
     moved = Run(run.path.rename(root / "b"), "b")
-    until(lambda: not is_alive(record.process, Machine()))
-    seen = report(moved, Machine()).state
+    until(lambda: not is_alive(record.process, System()))
+    seen = report(moved, System()).state
     assert (seen.status, seen.cause) == ("failed", "error") and "cannot write" in seen.detail
     assert moved.record().exit_code == 2 and not run.path.exists()
 
@@ -362,7 +362,7 @@ def test_what_was_not_possible_is_kept_and_the_gpu_is_the_only_one_seen(alone, m
     seen = []
     assert supervise(alone, outside(lambda words: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or 3)) == 3
     assert seen == ["0"] and alone.record().notes == ("nice 1 was not possible: no",)
-    assert alone.status()["status"] == "stopped" and report(alone, Machine()).state.status == "stopped"
+    assert alone.status()["status"] == "stopped" and report(alone, System()).state.status == "stopped"
 
 
 def test_training_that_wrote_elsewhere_is_not_told_as_finished(alone):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scu_trainer.runs.process import Machine, processes_with_token
+from scu_trainer.runs.process import System, processes_with_token
 from scu_trainer.runs.studies import comparison
 from tests.runs import comparison_stand_in as stand_in
 
@@ -200,7 +200,7 @@ def begins(folder: Path, name: str) -> list[int]:
 
 
 def of(folder: Path) -> list:
-    return processes_with_token(comparison.comparison_token(folder), Machine())
+    return processes_with_token(comparison.comparison_token(folder), System())
 
 
 def test_killed_in_the_middle_it_goes_on_with_what_was_done(tmp_path):

@@ -18,8 +18,8 @@ from scu_trainer.runs import process as subject
 from scu_trainer.runs.process import (
     TOKEN_VARIABLE,
     Identity,
-    Machine,
     ProcessInfo,
+    System,
     check_process,
     is_alive,
     lower_priority,
@@ -31,7 +31,7 @@ from scu_trainer.runs.process import (
 TOKEN = "0123456789abcdef"
 
 
-class Laid(Machine):
+class Laid(System):
     """A machine as a test lays it out. ``there``: processes by number."""
 
     def __init__(self, there=(), boot="boot-a", host="here") -> None:
@@ -74,10 +74,10 @@ def test_where_a_boot_has_only_a_time_a_set_clock_is_no_reboot():
 
 
 def test_this_process_is_alive_and_a_number_without_process_is_none():
-    me = Machine().identity()
-    assert me.pid == os.getpid() and check_process(me, Machine()) == "alive"
+    me = System().identity()
+    assert me.pid == os.getpid() and check_process(me, System()) == "alive"
     with pytest.raises(ProcessLookupError, match="no process 99999999"):
-        Machine().identity(99999999)
+        System().identity(99999999)
 
 
 def test_elsewhere_than_on_linux_psutil_tells_the_same():
@@ -110,11 +110,11 @@ def until(what, patience_s=20.0):
 
 
 def test_a_zombie_and_a_suspended_process_of_this_machine(sleeper):
-    identity = Machine().identity(sleeper.pid)
+    identity = System().identity(sleeper.pid)
     sleeper.send_signal(signal.SIGSTOP)
-    until(lambda: check_process(identity, Machine()) == "suspended")
+    until(lambda: check_process(identity, System()) == "suspended")
     sleeper.kill()
-    until(lambda: check_process(identity, Machine()) == "dead")  # nobody has waited for it yet
+    until(lambda: check_process(identity, System()) == "dead")  # nobody has waited for it yet
     assert psutil.Process(sleeper.pid).status() == psutil.STATUS_ZOMBIE
 
 
@@ -122,7 +122,7 @@ def test_a_zombie_and_a_suspended_process_of_this_machine(sleeper):
 
 
 def test_a_signal_goes_to_the_process_and_to_none_that_has_its_number(sleeper):
-    machine = Machine()
+    machine = System()
     identity = machine.identity(sleeper.pid)
     before = replace(identity, born=identity.born - 1)
     assert not any(send_signal(before, number, machine) for number in (signal.SIGTERM, signal.SIGKILL))
@@ -134,7 +134,7 @@ def test_a_signal_goes_to_the_process_and_to_none_that_has_its_number(sleeper):
 
 def test_where_there_is_no_pidfd_too(sleeper, monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
-    machine = Machine()
+    machine = System()
     identity = machine.identity(sleeper.pid)
     assert not send_signal(replace(identity, born=identity.born - 1), signal.SIGKILL, machine)
     assert check_process(identity, machine) == "alive"
@@ -147,7 +147,7 @@ def test_a_process_of_another_user_is_one_message(sleeper, monkeypatch):
 
     monkeypatch.setattr(signal, "pidfd_send_signal", refuse)
     with pytest.raises(RequirementError, match="belongs to another user"):
-        send_signal(Machine().identity(sleeper.pid), signal.SIGKILL, Machine())
+        send_signal(System().identity(sleeper.pid), signal.SIGKILL, System())
 
 
 # -- what belongs to a run ---------------------------------------------------------------------------------------------
@@ -158,25 +158,25 @@ def test_the_session_and_marked_children_outside_of_it_belong_to_a_run(tmp_path)
     log = tmp_path / "log"
     child = spawn_detached(["sh", "-c", script], tmp_path, {**os.environ, TOKEN_VARIABLE: TOKEN}, log)
     with started(["sleep", "602"]) as stranger:
-        supervisor = Machine().identity(child.pid)
+        supervisor = System().identity(child.pid)
 
         def members():
             return {
-                " ".join(psutil.Process(item.pid).cmdline()) for item in processes_of_run(supervisor, TOKEN, Machine())
+                " ".join(psutil.Process(item.pid).cmdline()) for item in processes_of_run(supervisor, TOKEN, System())
             }
 
         try:
             until(lambda: members() == {f"sh -c {script}", "sleep 600", "sleep 601"})
             before = replace(supervisor, born=supervisor.born - 1)  # a run whose number and session another one has now
-            assert processes_of_run(before, "another token", Machine()) == []
+            assert processes_of_run(before, "another token", System()) == []
             child.kill()
             child.wait()
             assert members() == {"sleep 600", "sleep 601"}  # its supervisor is dead, they are not
-            assert stranger.pid not in {item.pid for item in processes_of_run(supervisor, TOKEN, Machine())}
+            assert stranger.pid not in {item.pid for item in processes_of_run(supervisor, TOKEN, System())}
         finally:
-            for item in processes_of_run(supervisor, TOKEN, Machine()):
-                send_signal(item, signal.SIGKILL, Machine())
-    until(lambda: not processes_of_run(supervisor, TOKEN, Machine()))
+            for item in processes_of_run(supervisor, TOKEN, System()):
+                send_signal(item, signal.SIGKILL, System())
+    until(lambda: not processes_of_run(supervisor, TOKEN, System()))
 
 
 def test_a_detached_process_leads_a_session_reads_nothing_and_appends_to_its_log(tmp_path):

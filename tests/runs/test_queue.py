@@ -11,12 +11,12 @@ import pytest
 
 from scu_trainer.runs import queue as subject
 from scu_trainer.runs import room
-from scu_trainer.runs.process import Identity, Machine, ProcessInfo
+from scu_trainer.runs.process import Identity, ProcessInfo, System
 from scu_trainer.runs.queue import DeviceQueue, FileLock, wait_for_turn
 from tests.runs.test_process import until
 
 
-class Laid(Machine):
+class Laid(System):
     def __init__(self, *living: int) -> None:
         self.living = set(living)
 
@@ -25,10 +25,10 @@ class Laid(Machine):
 
 
 def process(pid: int) -> Identity:
-    return Identity(pid, 1.0, Machine().boot(), Machine().host())
+    return Identity(pid, 1.0, System().boot(), System().host())
 
 
-def joined(folder: Path, machine: Machine, *pids: int):
+def joined(folder: Path, machine: System, *pids: int):
     lines = [DeviceQueue("gpu-0", folder, machine) for _ in pids]
     return [(line, line.join(process(pid), folder / str(pid))) for line, pid in zip(lines, pids, strict=True)]
 

@@ -16,12 +16,12 @@ import pytest
 
 from scu_trainer.run_files import History, RunStatus, write_json
 from scu_trainer.runs import state, words
-from scu_trainer.runs.process import Identity, Machine, ProcessInfo
+from scu_trainer.runs.process import Identity, ProcessInfo, System
 from scu_trainer.runs.progress import last_error, last_lines, last_row, last_warning, newest_checkpoint
 from scu_trainer.runs.state import Evidence, RunState, judge, report
 from scu_trainer.runs.store import ENDED_STATUSES, Options, Run, RunRecord
 
-HERE = Machine()
+HERE = System()
 FULL = "the disk is full: run.json cannot be written, 0.0 MiB are free; free some space"
 
 
@@ -123,7 +123,7 @@ def test_no_dead_run_is_told_as_living(fact, status, has_record):
 # -- from a directory --------------------------------------------------------------------------------------------------
 
 
-class Laid(Machine):
+class Laid(System):
     def __init__(self, **there) -> None:
         self.there = {int(pid.removeprefix("p")): seen for pid, seen in there.items()}
 
@@ -183,12 +183,12 @@ def test_one_that_registers_while_it_is_read_is_asked_again(tmp_path, monkeypatc
 def test_a_torn_file_of_one_run_is_told_and_harms_no_other(tmp_path):
     run = laid_run(tmp_path)
     (tmp_path / "run.json").write_text('{"status": "run')
-    found = report(run, Machine())
+    found = report(run, System())
     assert found.state.status == "unreadable" and "not valid JSON" in found.state.detail and not found.state.is_alive
     (tmp_path / "run.json").write_text("[]")
-    assert "does not hold an object" in report(run, Machine()).state.detail
+    assert "does not hold an object" in report(run, System()).state.detail
     write_json(run.folder / "start.json", {"token": "t"})
-    assert "not the record of a background run" in report(run, Machine()).state.detail
+    assert "not the record of a background run" in report(run, System()).state.detail
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_run_that_was_started_by_hand(tmp_path, pid, age_s, status):
         now_s = max(psutil.Process().create_time() - 60, psutil.boot_time() + 1)
     number = 99999999 if pid == "none" else os.getpid()
     RunStatus(tmp_path / "run.json", clock=lambda: now_s).update(status="running", pid=number, step=1)
-    found = report(Run(tmp_path, "a"), Machine())
+    found = report(Run(tmp_path, "a"), System())
     assert found.state.status == status, found.state
     assert found.state.is_alive == (status == "running")
 
@@ -215,7 +215,7 @@ def test_a_run_that_was_started_by_hand(tmp_path, pid, age_s, status):
 def test_moments_are_read_back(tmp_path):
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     RunStatus(tmp_path / "run.json", clock=now.timestamp).update(status="finished")
-    assert report(Run(tmp_path, "a"), Machine()).progress.updated_s == now.timestamp()
+    assert report(Run(tmp_path, "a"), System()).progress.updated_s == now.timestamp()
 
 
 # -- ends of files -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from scu_trainer.data.messages import messages_of
 from scu_trainer.listening import allowed_hosts
 from scu_trainer.serve.errors import FAILED
 from scu_trainer.serve.front import MOST_BYTES, _replay
-from scu_trainer.serve.guard import CHAT, COMPLETIONS, HEALTH, MODELS, Guard
+from scu_trainer.serve.guard import CHAT, COMPLETIONS, HEALTH, MODELS, RequestGuard
 from scu_trainer.serve.questions import RequestReader
 from scu_trainer.serve.transformers_server import application
 from scu_trainer.settings import ModelSettings
@@ -48,7 +48,7 @@ def talker(folder):
 class Site:
     def __init__(self, talker: Talker, hosts: Optional[Sequence[str]] = (HOST,), key: Optional[str] = None) -> None:
         self.talker, self.ends = talker, Event()
-        self.app = Guard(
+        self.app = RequestGuard(
             application(RequestReader(talker, "tiny", AnswerSettings(max_new_tokens=8)), self.ends), hosts, key
         )
 

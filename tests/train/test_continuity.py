@@ -12,7 +12,13 @@ from scu_trainer.cli import fields
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import write_json
 from scu_trainer.train.checkpoints import compatibility as subject
-from scu_trainer.train.checkpoints.compatibility import Change, changed_settings, changes, check_compatibility, facts_of
+from scu_trainer.train.checkpoints.compatibility import (
+    SettingChange,
+    changed_settings,
+    changes,
+    check_compatibility,
+    facts_of,
+)
 from scu_trainer.train.checkpoints.format import seal
 
 LISTS = ("HARMLESS", "OTHER_SHAPE", "CARRIED", "SCHEDULE", "ORDER", "DATA")
@@ -187,7 +193,7 @@ def test_what_was_not_known_then_does_not_count(key):
 
 
 def test_long_and_missing_values_are_short():
-    assert Change("a", None, "x" * 50, "so").line == f"a was not set, now {'x' * 37}...: so"
+    assert SettingChange("a", None, "x" * 50, "so").line == f"a was not set, now {'x' * 37}...: so"
 
 
 # -- with a checkpoint -------------------------------------------------------------------------------------------------

@@ -29,11 +29,11 @@ from scu_trainer.data.images.store import PixelFormat, collate_images
 from scu_trainer.errors import ModelError, SettingsError
 from scu_trainer.models.vision.inputs import augmentation
 from scu_trainer.models.vision.models import attach_pixel_inputs
-from scu_trainer.models.vision.view import View, view_of
+from scu_trainer.models.vision.view import ImageView, view_of
 from scu_trainer.settings import CurriculumSettings, DataSettings, MemorySettings, ModelSettings, RegularizationSettings
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.tasks import KINDS, TaskSettings
-from scu_trainer.train.job.components import Source
+from scu_trainer.train.job.components import EvaluationSource
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.tasks.images import ImageTask
 from scu_trainer.train.trainer import SCUTrainer
@@ -65,7 +65,7 @@ def generated(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     data = DataSettings(dataset="generated", dataset_size=80, validation_split_percentage=20.0)
     source = find_images(data, ImageSettings(), cache)
-    view: View = view_of(ModelSettings(tuning="full"), ImageSettings(image_size=SIZE), lambda: SIZE)
+    view: ImageView = view_of(ModelSettings(tuning="full"), ImageSettings(image_size=SIZE), lambda: SIZE)
     kind = PixelFormat(view.processor, view.channels, view.size)
     return prepare_images(source, kind, data, seed=0, cache_dir=cache), view
 
@@ -258,7 +258,7 @@ def test_a_run_can_be_scored_from_its_folder(tmp_path, stored, tuning):
     assert measured["eval_accuracy"] == pytest.approx(float(expected.correct.mean()))
     trainer.save_model(tmp_path / "saved")
     scored = ModelSettings(tuning=tuning, model_name_or_path=str(tmp_path / "saved"))
-    again = ImageTask().load_scored(Source(scored, task.data, task.own, task.training.seed))
+    again = ImageTask().load_scored(EvaluationSource(scored, task.data, task.own, task.training.seed))
     assert list(again.processor.image_mean) == list(parts.processor.image_mean)
     assert again.data.fingerprint == parts.data.fingerprint
     numpy.testing.assert_allclose(ImageTask().score(again.model, again).nats, expected.nats, rtol=1e-4, atol=1e-5)
@@ -363,7 +363,7 @@ def adapter(tmp_path_factory, stored) -> Path:
 def scored(adapter: Path, tmp_path: Path, **changes):
     task = job(tmp_path, **changes)
     settings = ModelSettings(tuning="lora", model_name_or_path=str(adapter))
-    return ImageTask().load_scored(Source(settings, task.data, task.own, task.training.seed))
+    return ImageTask().load_scored(EvaluationSource(settings, task.data, task.own, task.training.seed))
 
 
 def test_adapter_knows_its_classes(adapter, tmp_path):

@@ -26,7 +26,7 @@ from scu_trainer.settings import (
 )
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SYNTHETIC, SensorSettings
 from scu_trainer.train.evaluation.classification import score_samples
-from scu_trainer.train.job.components import Source
+from scu_trainer.train.job.components import EvaluationSource
 from scu_trainer.train.tasks.sensors import SensorTask
 from scu_trainer.train.trainer import SCUTrainer
 from tests.faults import FakeGauge, fail_above_tokens, fail_in_backward
@@ -368,12 +368,12 @@ def test_a_bad_recording_stops_the_command_before_training(tmp_path, recordings,
 
 def test_the_trained_model_is_scored_on_what_it_has_not_seen(base, recordings):
     from scu_trainer.cli.subjects import held_out_settings, subject_of
-    from scu_trainer.train.job.components import Source
+    from scu_trainer.train.job.components import EvaluationSource
 
     subject = subject_of(str(base))
     data, seed = held_out_settings(subject, {}, 0)
     task = SensorTask()
-    parts = task.load_scored(Source(subject.model, data, subject.own(task.name), seed))
+    parts = task.load_scored(EvaluationSource(subject.model, data, subject.own(task.name), seed))
     scores = task.score(parts.model, parts)
     assert len(scores.nats) == 8 and not parts.model.training
 
@@ -502,7 +502,7 @@ def test_a_model_is_tuned_on_recordings_that_all_lack_a_branch(tmp_path, blind, 
 
 def scored(path, recordings, tuning="full"):
     model = ModelSettings(model_name_or_path=str(path), tuning=tuning)
-    return SensorTask().load_scored(Source(model, DataSettings(dataset=str(recordings)), SensorSettings(), 0))
+    return SensorTask().load_scored(EvaluationSource(model, DataSettings(dataset=str(recordings)), SensorSettings(), 0))
 
 
 def test_an_adapter_is_not_scored_on_other_classes(tmp_path, recordings, base):

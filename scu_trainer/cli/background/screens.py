@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scu_trainer.cli.main import facts_table, figures_table, plain_console
 from scu_trainer.runs import words
-from scu_trainer.runs.monitor import View
+from scu_trainer.runs.monitor import RunView
 from scu_trainer.runs.state import Report
 
 BAR_WIDTH = 40
@@ -49,7 +49,7 @@ def facts(report: Report):
     return facts_table([("run", str(report.run.path)), *words.facts(report)])
 
 
-def show_views(views: Iterable[View]) -> None:
+def show_views(views: Iterable[RunView]) -> None:
     """Show a run until it ends or Ctrl-C is pressed: on a terminal as a live screen, otherwise as a line per view."""
     from rich.live import Live
 
@@ -71,7 +71,7 @@ def show_views(views: Iterable[View]) -> None:
         console.print(f"{last.report.run.name} keeps running in the background")
 
 
-def screen(view: View):
+def screen(view: RunView):
     """Return the live screen for one view: progress, facts, the last warning and the end of the log."""
     from rich.console import Group
     from rich.panel import Panel

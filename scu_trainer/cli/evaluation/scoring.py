@@ -99,9 +99,9 @@ class EvaluationRequest:
         return scores
 
     def _parts(self, subject: Subject) -> TrainingComponents:
-        from scu_trainer.train.job.components import Source
+        from scu_trainer.train.job.components import EvaluationSource
 
-        source = Source(
+        source = EvaluationSource(
             subject.model, self.settings, self._settings_of(subject), self.seed, self.windows, self.owner.model
         )
         parts = replace(self.task.load_scored(source), batch_tokens=self.batch_tokens)

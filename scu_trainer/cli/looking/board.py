@@ -60,7 +60,7 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[RunBack
     options = _parser().parse_args(argv)
     _check_options(options)
     require_packages("the board", "board", ("jinja2", "matplotlib", "starlette", "uvicorn"), loads=True)
-    from scu_trainer.board.access import Guard
+    from scu_trainer.board.access import AccessGuard
     from scu_trainer.board.acts import RunActions
     from scu_trainer.board.app import Board
 
@@ -70,7 +70,7 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[RunBack
     actions = RunActions(options.configs, _start_function(options.runs_dir, hands), hands)
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     board = Board(options.runs_dir, actions, functools.partial(stream_answer, **consent))
-    app = Guard(board.application(), token, allowed_hosts(options.host, port), f"scu_board_{port}")
+    app = AccessGuard(board.application(), token, allowed_hosts(options.host, port), f"scu_board_{port}")
     print(f"runs of {options.runs_dir}: http://{url_host(options.host)}:{port}/?token={token}")
     if not options.runs_dir.exists():
         near = nearest_folder_hint(str(options.runs_dir))

@@ -41,7 +41,7 @@ class Outlier(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
+class DatasetFacts:
     """Facts about a sample of documents. ``texts``: the text of each document, decoded from its tokens. ``lengths``:
     tokens of each document, shape (documents,). ``learned``: those that are learned. ``repeated``: groups of documents
     with the same tokens, as numbers, the largest group first. ``longest``: numbers of the longest documents."""
@@ -63,12 +63,12 @@ class Facts:
         return int((self.lengths > tokens).sum())
 
 
-def facts_of(documents: Sequence[Document], texts: Sequence[str]) -> Facts:
+def facts_of(documents: Sequence[Document], texts: Sequence[str]) -> DatasetFacts:
     lengths = numpy.array([len(document.input_ids) for document in documents])
     learned = numpy.array([int((document.labels != NOT_LEARNED).sum()) for document in documents])
     longest = numpy.argsort(-lengths, kind="stable")[:MOST_SHOWN].tolist()
     strange = _strange_documents(lengths, learned, texts)
-    return Facts(documents, texts, lengths, learned, _repeated_documents(documents), longest, strange)
+    return DatasetFacts(documents, texts, lengths, learned, _repeated_documents(documents), longest, strange)
 
 
 def histogram(lengths: numpy.ndarray) -> list[tuple[int, int, int]]:
@@ -133,7 +133,7 @@ class DataReport:
     tokenizer: Any
     lines: list[str]
     shown: list[tuple[Document, list[TextSpan]]]
-    facts: Facts
+    facts: DatasetFacts
     block_size: int
 
 

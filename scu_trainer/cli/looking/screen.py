@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scu_trainer.cli.looking.facts import MOST_SHOWN, OUTLIER_DEVIATIONS, Facts, TextSpan, bar, excerpt, histogram
+from scu_trainer.cli.looking.facts import (
+    MOST_SHOWN,
+    OUTLIER_DEVIATIONS,
+    DatasetFacts,
+    TextSpan,
+    bar,
+    excerpt,
+    histogram,
+)
 from scu_trainer.data.text.encode import NOT_LEARNED, Document
 from scu_trainer.figures import count_text, first_few
 
@@ -30,7 +38,7 @@ def legend(console: Console) -> str:
     return "green is learned" if _has_color(console) else f"{OPEN}learned{CLOSE}"
 
 
-def print_facts(console: Console, facts: Facts, block_size: int) -> None:
+def print_facts(console: Console, facts: DatasetFacts, block_size: int) -> None:
     _print_lengths(console, facts, block_size)
     _print_repeated(console, facts)
     table = _excerpt_table("the longest", "row", "tokens")
@@ -40,7 +48,7 @@ def print_facts(console: Console, facts: Facts, block_size: int) -> None:
     _print_strange(console, facts)
 
 
-def _print_lengths(console: Console, facts: Facts, block_size: int) -> None:
+def _print_lengths(console: Console, facts: DatasetFacts, block_size: int) -> None:
     median, high = numpy.percentile(facts.lengths, [50, 95])
     longer = facts.longer_than(block_size)
     console.print(
@@ -55,7 +63,7 @@ def _print_lengths(console: Console, facts: Facts, block_size: int) -> None:
         console.print(f"{start:>9,} to {end - 1:<9,} {bar(count, largest, BAR_WIDTH):<{BAR_WIDTH}} {count:,}{mark}")
 
 
-def _print_repeated(console: Console, facts: Facts) -> None:
+def _print_repeated(console: Console, facts: DatasetFacts) -> None:
     if not facts.repeated:
         console.print("\nno document appears twice")
         return
@@ -65,7 +73,7 @@ def _print_repeated(console: Console, facts: Facts) -> None:
         console.print(f"  {len(group)} x {excerpt(facts.texts[group[0]], 50)!r}: {names}", soft_wrap=True)
 
 
-def _print_strange(console: Console, facts: Facts) -> None:
+def _print_strange(console: Console, facts: DatasetFacts) -> None:
     if not facts.strange:
         console.print(f"\nno document is unlike the others (by {OUTLIER_DEVIATIONS:g} robust standard deviations)")
         return

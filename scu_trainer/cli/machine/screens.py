@@ -11,13 +11,13 @@ from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading
 from scu_trainer.run_files import format_gib
 
 if TYPE_CHECKING:
-    from scu_trainer.hardware.profile import Profile
+    from scu_trainer.hardware.profile import HardwareProfile
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------
 
 
-def profile_facts(machine: Profile) -> Iterator[tuple[str, str]]:
+def profile_facts(machine: HardwareProfile) -> Iterator[tuple[str, str]]:
     yield "system", f"{machine.system}, Python {machine.python}"
     if not machine.gpus:
         yield "GPU", "none that torch can use"

@@ -20,9 +20,9 @@ from scu_trainer.cli.names.common import (
 )
 from scu_trainer.cli.names.meaning import (
     Alias,
+    KeySource,
     Meaning,
     NoAction,
-    Source,
     Switch,
     Table,
     boolean,
@@ -52,24 +52,24 @@ PROMPTS = {"alpaca": "alpaca", "alpaca_chat.load_qa": "alpaca"}
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
-def _adapter(value: Any, source: Source) -> Meaning:
+def _adapter(value: Any, source: KeySource) -> Meaning:
     if is_on(value) and value not in ("lora", "qlora"):
         raise SettingsError(f"{value} is not an adapter type here; use lora or qlora")
     return tuning(source, adapts=is_on(value))
 
 
-def _adapts(source: Source) -> bool:
+def _adapts(source: KeySource) -> bool:
     return source.has("adapter")
 
 
-def _targets(value: Any, source: Source) -> Meaning:
+def _targets(value: Any, source: KeySource) -> Meaning:
     if source.has("lora_target_linear"):
         return Meaning(said="lora_target_linear adds every linear layer")
     return targets(value, source)
 
 
 @if_on
-def _preferences(value: Any, source: Source) -> Meaning:
+def _preferences(value: Any, source: KeySource) -> Meaning:
     raise SettingsError(f"{value} is another kind of training than next-token prediction; {WITH_LOOPS}")
 
 
@@ -77,24 +77,24 @@ def _number_format(name: str, auto: Meaning) -> Any:
     return lambda value, source: auto if value == "auto" else Meaning({name: is_on(value)})
 
 
-def _minimum_rate(value: Any, source: Source) -> Meaning:
+def _minimum_rate(value: Any, source: KeySource) -> Meaning:
     kwargs = {"min_lr_rate": float(value)}
     return Meaning({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": kwargs})
 
 
-def _scheduler(value: Any, source: Source) -> Meaning:
+def _scheduler(value: Any, source: KeySource) -> Meaning:
     if source.get("cosine_min_lr_ratio"):
         return Meaning(said="read together with cosine_min_lr_ratio")
     return Meaning({"lr_scheduler_type": value})
 
 
-def _optimizer_arguments(value: Any, source: Source) -> Meaning:
+def _optimizer_arguments(value: Any, source: KeySource) -> Meaning:
     if isinstance(value, Mapping):
         value = ",".join(f"{key}={item}" for key, item in value.items())
     return Meaning({"optim_args": value})
 
 
-def _total_batch(value: Any, source: Source) -> Meaning:
+def _total_batch(value: Any, source: KeySource) -> Meaning:
     if source.get("gradient_accumulation_steps"):
         return Meaning(said="gradient_accumulation_steps sets it")
     rows = int(source.get("micro_batch_size", 1))
@@ -108,7 +108,7 @@ def _per_epoch(kind: str) -> Any:
     """Return the reader of a number per epoch, which becomes a share of the run."""
 
     @if_on
-    def read_rate(value: Any, source: Source) -> Meaning:
+    def read_rate(value: Any, source: KeySource) -> Meaning:
         if kind == "eval" and not _has_held_out(source):
             return Meaning(said="nothing is held out")
         epochs = float(source.get("num_epochs", 1))
@@ -122,18 +122,18 @@ def _per_epoch(kind: str) -> Any:
     return read_rate
 
 
-def _has_held_out(source: Source) -> bool:
+def _has_held_out(source: KeySource) -> bool:
     return float(source.get("val_set_size", 0)) > 0 or bool(source.get("test_datasets"))
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def _datasets(value: Any, source: Source) -> Meaning:
+def _datasets(value: Any, source: KeySource) -> Meaning:
     return _read_sets(value, "datasets", TEMPLATES.get(source.get("chat_template"), OWN_TEMPLATE))
 
 
-def _pretraining(value: Any, source: Source) -> Meaning:
+def _pretraining(value: Any, source: KeySource) -> Meaning:
     value = value if isinstance(value, list) else [{"path": value} if isinstance(value, str) else value]
     meaning = _read_sets([{**entry, "type": "completion"} for entry in value], "pretraining_dataset")
     return Meaning({**meaning.settings, "streaming": True}, meaning.said)
@@ -241,26 +241,26 @@ def _template_of(value: Any) -> str:
     return TEMPLATES[value]
 
 
-def _chat_template(value: Any, source: Source) -> Meaning:
+def _chat_template(value: Any, source: KeySource) -> Meaning:
     if value == "jinja":
         return Meaning(said="read together with chat_template_jinja")
     return chat_template(TEMPLATES.get(value), source)
 
 
-def _jinja(value: Any, source: Source) -> Meaning:
+def _jinja(value: Any, source: KeySource) -> Meaning:
     if str(value).endswith((".jinja", ".j2")):
         return Meaning({"chat_template": value})
     return Meaning(said="save it as a file: chat_template: FILE.jinja", is_lost=True)
 
 
-def _held_out_sets(value: Any, source: Source) -> Meaning:
+def _held_out_sets(value: Any, source: KeySource) -> Meaning:
     dataset = _read_sets(value, "test_datasets").settings["dataset"]
     if not isinstance(dataset, str):
         raise SettingsError(f"{len(dataset)} datasets are held out, but only one can be here; keep one of them")
     return Meaning({"eval_dataset": dataset})
 
 
-def _special_tokens(value: Any, source: Source) -> Meaning:
+def _special_tokens(value: Any, source: KeySource) -> Meaning:
     """Read special tokens, of which only the padding token may differ, because it is masked."""
     unsupported = sorted(key for key, item in (value or {}).items() if item and key != "pad_token")
     if unsupported:
@@ -270,7 +270,7 @@ def _special_tokens(value: Any, source: Source) -> Meaning:
     return Meaning(said="padding is masked, whichever token it is")
 
 
-def _plugins(value: Any, source: Source) -> Meaning:
+def _plugins(value: Any, source: KeySource) -> Meaning:
     unsupported = [name for name in words(value) if "liger" not in name.lower()]
     if unsupported:
         return Meaning(said=f"{', '.join(unsupported)}: plugins of other programs do not run here", is_lost=True)
@@ -418,7 +418,7 @@ SIGNS = {
 }
 
 
-def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+def defaults(source: KeySource) -> Iterator[tuple[str, Any]]:
     """Yield the defaults of Axolotl that differ from ours."""
     if not _adapts(source):
         yield "tuning", "full"
@@ -429,7 +429,7 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
         yield "eval_strategy", "epoch"
 
 
-def differences(source: Source) -> Iterator[str]:
+def differences(source: KeySource) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; Axolotl drops or truncates it"
     if _adapts(source) and not (source.get("lora_target_modules") or source.has("lora_target_linear")):
         yield "without lora_target_modules, every linear layer is adapted here"

@@ -6,10 +6,10 @@ from typing import Any, Union, get_args, get_type_hints
 
 from scu_trainer.cli.names.meaning import (
     Alias,
+    KeySource,
     Meaning,
     NoAction,
     Reader,
-    Source,
     Switch,
     Table,
     boolean,
@@ -75,7 +75,7 @@ VALUE_SPELLINGS: dict[str, dict[str, Union[str, dict[str, Any]]]] = {
 do instead. Those of ``dataset`` apply only if no file or folder has that name."""
 
 
-def with_prompts(value: Any, source: Source) -> Meaning:
+def with_prompts(value: Any, source: KeySource) -> Meaning:
     """Read a switch that makes prompts part of the loss."""
     if not is_on(value):
         return Meaning(said="only answers are learned here too")
@@ -85,13 +85,13 @@ def with_prompts(value: Any, source: Source) -> Meaning:
 FILLED = "rows are filled with documents one after another; one that does not fit continues in the next row"
 
 
-def isolated_packing(value: Any, source: Source) -> Meaning:
+def isolated_packing(value: Any, source: KeySource) -> Meaning:
     if not is_on(value):
         return Meaning({"packing": False})
     return Meaning({"packing": True, "isolate_documents": True}, FILLED)
 
 
-def targets(value: Any, source: Source) -> Meaning:
+def targets(value: Any, source: KeySource) -> Meaning:
     """Read the modules to adapt: a list, a text with commas, or a word for all."""
     names = words(value)
     return Meaning({"lora_target_modules": ["all-linear"] if names in (["all"], ["all_linear"]) else names})
@@ -108,7 +108,7 @@ def mixed(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {"dataset": entries}
 
 
-def chat_template(value: Any, source: Source) -> Meaning:
+def chat_template(value: Any, source: KeySource) -> Meaning:
     """Read the name of a chat template."""
     if value in CHAT_TEMPLATES:
         return Meaning({"chat_template": value}, "our template of that name, which may differ in details")
@@ -125,7 +125,7 @@ def several(name: str) -> Any:
     return lambda value, source: Meaning({name: words(value)})
 
 
-def share_of_warmup(value: Any, source: Source) -> Meaning:
+def share_of_warmup(value: Any, source: KeySource) -> Meaning:
     """Read a warmup that is a share of the run. transformers 5 has one field for steps and share; older versions
     preferred steps if both were given."""
     if is_on(source.get("warmup_steps", 0)):
@@ -137,7 +137,7 @@ def share_of_warmup(value: Any, source: Source) -> Meaning:
     return Meaning({"warmup_steps": float(value)})
 
 
-def held_out(value: Any, source: Source) -> Meaning:
+def held_out(value: Any, source: KeySource) -> Meaning:
     """Read the share of documents to hold out. Other programs also take a number of documents."""
     if not is_on(value) or float(value) == 0:
         return Meaning({"validation_split_percentage": 0})
@@ -149,13 +149,13 @@ def held_out(value: Any, source: Source) -> Meaning:
     )
 
 
-def checkpointing(value: Any, source: Source) -> Meaning:
+def checkpointing(value: Any, source: KeySource) -> Meaning:
     """Read the switch for activation checkpointing. "unsloth" and "offload" are other ways, with the same results."""
     note = "" if str(value).lower() in ("true", "false", "none") else f"{value} is a separate implementation there"
     return Meaning({"checkpoint_every_layer": is_on(value)}, note)
 
 
-def adapts(value: Any, source: Source) -> Meaning:
+def adapts(value: Any, source: KeySource) -> Meaning:
     return tuning(source, adapts=is_on(value))
 
 

@@ -20,9 +20,9 @@ from scu_trainer.cli.names.common import (
 )
 from scu_trainer.cli.names.meaning import (
     Alias,
+    KeySource,
     Meaning,
     NoAction,
-    Source,
     Switch,
     Table,
     if_on,
@@ -45,7 +45,7 @@ ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "disabled":
 # -- what is trained ---------------------------------------------------------------------------------------------------
 
 
-def _stage(value: Any, source: Source) -> Meaning:
+def _stage(value: Any, source: KeySource) -> Meaning:
     if value in PAIRS:
         raise SettingsError(f"{value} is another kind of training than next-token prediction; {WITH_LOOPS}")
     if value not in ("sft", "pt"):
@@ -53,13 +53,13 @@ def _stage(value: Any, source: Source) -> Meaning:
     return Meaning(said="it trains on text, and the columns of the data determine what is masked")
 
 
-def _training(value: Any, source: Source) -> Meaning:
+def _training(value: Any, source: KeySource) -> Meaning:
     if not is_on(value):
         raise SettingsError("it is false, but this command trains; to evaluate, use scu-trainer eval RUN_OR_MODEL")
     return Meaning(said="scu-trainer train always trains")
 
 
-def _tuning(value: Any, source: Source) -> Meaning:
+def _tuning(value: Any, source: KeySource) -> Meaning:
     if value == "freeze":
         return Meaning(
             {"tuning": "full"}, "all weights are trained unless trainable_parameters names those to train", is_lost=True
@@ -69,20 +69,20 @@ def _tuning(value: Any, source: Source) -> Meaning:
     return tuning(source, adapts=value == "lora")
 
 
-def _quantized(value: Any, source: Source) -> Meaning:
+def _quantized(value: Any, source: KeySource) -> Meaning:
     if str(value) not in ("4", "8"):
         raise SettingsError(f"bitsandbytes has no quantization to {value} bits; use 4 or 8")
     return tuning(source, adapts=source.get("finetuning_type", "lora") == "lora")
 
 
-def _quantizer(value: Any, source: Source) -> Meaning:
+def _quantizer(value: Any, source: KeySource) -> Meaning:
     if value in ("bnb", "bitsandbytes"):
         return Meaning(said="weights are quantized by bitsandbytes here too")
     raise SettingsError(f"{value} is not a quantization method here; use bnb")
 
 
 @if_on
-def _pissa(value: Any, source: Source) -> Meaning:
+def _pissa(value: Any, source: KeySource) -> Meaning:
     return Meaning({"init_lora_weights": "pissa"}, "the decomposition is exact, and pissa_iter is ignored")
 
 
@@ -90,7 +90,7 @@ def _low_rank(name: str, optimizer: str, arguments: Mapping[str, str]) -> Any:
     """Return the reader of the switch for GaLore or APOLLO: an optimizer with its modules and arguments."""
 
     @if_on
-    def read_switch(value: Any, source: Source) -> Meaning:
+    def read_switch(value: Any, source: KeySource) -> Meaning:
         modules = words(source.get(f"{name}_target", "all"))
         given = [f"{ours}={source.get(f'{name}_{theirs}')}" for theirs, ours in arguments.items()
                  if source.get(f"{name}_{theirs}") is not None]  # fmt: skip
@@ -112,7 +112,7 @@ def _option_of(name: str) -> Any:
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
-def _datasets(value: Any, source: Source) -> Meaning:
+def _datasets(value: Any, source: KeySource) -> Meaning:
     """Read the names of entries in dataset_info.json."""
     entries = [_entry(name, source) for name in words(value)]
     shares = words(source.get("interleave_probs", ""))
@@ -121,7 +121,7 @@ def _datasets(value: Any, source: Source) -> Meaning:
     return Meaning(mixed(entries))
 
 
-def _held_out_set(value: Any, source: Source) -> Meaning:
+def _held_out_set(value: Any, source: KeySource) -> Meaning:
     names = words(value)
     if len(names) != 1:
         raise SettingsError(f"{value} names {len(names)} datasets, but only one can be held out here; keep one of them")
@@ -129,7 +129,7 @@ def _held_out_set(value: Any, source: Source) -> Meaning:
     return Meaning({"eval_dataset": entry["dataset"]})
 
 
-def _entry(name: str, source: Source) -> dict[str, Any]:
+def _entry(name: str, source: KeySource) -> dict[str, Any]:
     """Return a dataset as an entry of a mixture."""
     if source.get("dataset_dir") == "ONLINE":
         return {"dataset": name, "name": name.replace("/", "-")}
@@ -150,7 +150,7 @@ def _entry(name: str, source: Source) -> dict[str, Any]:
     return {field: value for field, value in result.items() if value is not None}
 
 
-def _info_path(source: Source) -> Path:
+def _info_path(source: KeySource) -> Path:
     """Find dataset_info.json: below the current folder, as LLaMA-Factory does, below that of the file, or one above."""
     folder = Path(str(source.get("dataset_dir", "data")))
     file_folders = [] if source.folder is None else [source.folder / folder, source.folder.parent / folder]
@@ -200,7 +200,7 @@ def _columns(info: Mapping[str, Any], name: str, is_text: bool) -> dict[str, Any
     return {ours: columns.get(theirs) for theirs, ours in names.items()}
 
 
-def _mix(value: Any, source: Source) -> Meaning:
+def _mix(value: Any, source: KeySource) -> Meaning:
     known = {"interleave_under": "first_exhausted", "interleave_once": "first_exhausted"}
     known["interleave_over"] = "all_exhausted"
     if value == "concat":
@@ -210,7 +210,7 @@ def _mix(value: Any, source: Source) -> Meaning:
     return Meaning({"stopping_strategy": known[value]})
 
 
-def _packing(value: Any, source: Source) -> Meaning:
+def _packing(value: Any, source: KeySource) -> Meaning:
     if not is_on(value):
         return Meaning({"packing": False})
     return Meaning({"packing": True, "isolate_documents": source.has("neat_packing")}, FILLED)
@@ -341,7 +341,7 @@ TABLE: Table = {
 SIGNS = {"stage", "finetuning_type", "cutoff_len", "template", "lora_target", "dataset_dir", "quantization_bit"}
 
 
-def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+def defaults(source: KeySource) -> Iterator[tuple[str, Any]]:
     """Yield the defaults of LLaMA-Factory that differ from ours."""
     if source.get("finetuning_type", "lora") == "lora":
         yield from read(TABLE, "finetuning_type", "lora", source).settings.items()
@@ -355,5 +355,5 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
     yield "validation_split_percentage", 0
 
 
-def differences(source: Source) -> Iterator[str]:
+def differences(source: KeySource) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; LLaMA-Factory cuts it off at cutoff_len"

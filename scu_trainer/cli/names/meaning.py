@@ -24,7 +24,7 @@ class Meaning:
 
 
 @dataclass(frozen=True)
-class Source:
+class KeySource:
     """All entries of the file or command line that a key is from. ``folder``: that of the file; None for flags."""
 
     entries: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Alias:
     values: Mapping[str, Any] = field(default_factory=dict)
     form: Optional[str] = None
 
-    def __call__(self, value: Any, source: Source) -> Meaning:
+    def __call__(self, value: Any, source: KeySource) -> Meaning:
         if value is True:
             raise SettingsError("it has no value; write one after it")
         name = self.name if isinstance(self.name, str) else self.name(str(value))
@@ -64,7 +64,7 @@ class Switch:
     means: Mapping[str, Any]
     otherwise: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, value: Any, source: Source) -> Meaning:
+    def __call__(self, value: Any, source: KeySource) -> Meaning:
         if str(value).lower() not in (*TRUE, *FALSE):
             raise SettingsError(f"it is a switch and does not take {value!r}; leave the value out")
         settings = self.means if is_on(value) else self.otherwise
@@ -82,16 +82,16 @@ class NoAction:
 
     why: str
 
-    def __call__(self, value: Any, source: Source) -> Meaning:
+    def __call__(self, value: Any, source: KeySource) -> Meaning:
         return Meaning(said=self.why)
 
 
-Reader = Callable[[Any, Source], Meaning]
+Reader = Callable[[Any, KeySource], Meaning]
 Table = Mapping[str, Union[Reader, str]]
 """Reader of each key. A key without a counterpart has a text instead, which says what to do."""
 
 
-def read(table: Table, key: str, value: Any, source: Source) -> Meaning:
+def read(table: Table, key: str, value: Any, source: KeySource) -> Meaning:
     """Return what a key of ``table`` means. Raises SettingsError if the value means other training, or nothing."""
     reader = table[key]
     if isinstance(reader, str):
@@ -115,7 +115,7 @@ def words(value: Any) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def tuning(source: Source, *, adapts: bool) -> Meaning:
+def tuning(source: KeySource, *, adapts: bool) -> Meaning:
     """Return our ``tuning`` for a program with separate switches for quantized weights and for adapters."""
     is_8_bits = source.has("load_in_8bit") or str(source.get("quantization_bit")) == "8"
     is_quantized = is_8_bits or source.has("load_in_4bit", "quantization_bit") or source.get("adapter") == "qlora"
@@ -129,7 +129,7 @@ def tuning(source: Source, *, adapts: bool) -> Meaning:
     return Meaning({"tuning": "qlora", **({"load_in_8bit": True} if says_8_bits else {})})
 
 
-def quantized(adapts: Callable[[Source], bool], **more: Any) -> Reader:
+def quantized(adapts: Callable[[KeySource], bool], **more: Any) -> Reader:
     """Return the reader of a switch for weights in 4 bits, or in 8 bits with ``load_in_8bit`` among ``more``.
     ``adapts``: whether adapters are trained."""
     return if_on(lambda value, source: Meaning({**tuning(source, adapts=adapts(source)).settings, **more}))

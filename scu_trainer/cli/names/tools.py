@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 from scu_trainer.cli.names import axolotl, llama_factory, trl, unsloth
 from scu_trainer.cli.names.common import NAMES, NEEDED, VALUE_SPELLINGS
 from scu_trainer.cli.names.known import own_names
-from scu_trainer.cli.names.meaning import FALSE, TRUE, Meaning, Source, Table, read
+from scu_trainer.cli.names.meaning import FALSE, TRUE, KeySource, Meaning, Table, read
 from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.settings.base import as_typed
 
@@ -129,7 +129,7 @@ def import_configuration(
     SettingsError for a kind of training that we do not have."""
     tool = TOOLS[name]
     flat = _flattened(entries, tool.SECTIONS)
-    source = Source({key: value for key, value in flat.items() if key not in typed}, folder)
+    source = KeySource({key: value for key, value in flat.items() if key not in typed}, folder)
     keys = [Key(key, value, Meaning(said="overridden by a flag")) for key, value in flat.items() if key in typed]
     keys += keys_of(source, {**NAMES, **tool.TABLE}, known, typed)
     given = merged_settings(keys)
@@ -148,7 +148,7 @@ def _flattened(entries: Mapping[str, Any], sections: Collection[str]) -> dict[st
     return flattened
 
 
-def keys_of(source: Source, table: Table, known: Collection[str], typed: Collection[str] = ()) -> Iterator[Key]:
+def keys_of(source: KeySource, table: Table, known: Collection[str], typed: Collection[str] = ()) -> Iterator[Key]:
     """Yield what each key means, by ``table`` or as our name. Unreadable data are no error if a flag overrides them."""
     for name, value in source.entries.items():
         try:
@@ -159,7 +159,7 @@ def keys_of(source: Source, table: Table, known: Collection[str], typed: Collect
             yield Key(name, value, Meaning(said="overridden by the flag --dataset"))
 
 
-def _meaning(name: str, value: Any, source: Source, table: Table, known: Collection[str]) -> Meaning:
+def _meaning(name: str, value: Any, source: KeySource, table: Table, known: Collection[str]) -> Meaning:
     if value is None:
         return Meaning(said="it has no value")
     try:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from scu_trainer.cli.names.common import NEEDED, VALUE_SPELLINGS
-from scu_trainer.cli.names.meaning import Source
+from scu_trainer.cli.names.meaning import KeySource
 from scu_trainer.cli.names.tools import ALL_KEYS, Key, as_word, keys_of, merged_settings, our_spelling
 from scu_trainer.cli.parsing import unknown_option
 from scu_trainer.errors import SettingsError
@@ -116,7 +116,7 @@ def _foreign_keys(entries: Mapping[str, Any], known: Collection[str]) -> dict[st
         if our_spelling(name, value) is not None or (name not in known and name in ALL_KEYS)
     ]
     table = {name: ALL_KEYS[name] for name in foreign_names if name in ALL_KEYS and name not in known}
-    keys = {key.name: key for key in keys_of(Source(entries), table, entries)}
+    keys = {key.name: key for key in keys_of(KeySource(entries), table, entries)}
     lost = next((key for key in keys.values() if key.meaning.is_lost), None)
     if lost is not None:
         raise SettingsError(f"{lost.name} is unknown here: {lost.meaning.said}")

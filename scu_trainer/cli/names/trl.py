@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scu_trainer.cli.names.common import FILLED, PADDED, adapts, checkpointing, mixed, several, targets
-from scu_trainer.cli.names.meaning import Alias, Meaning, NoAction, Source, Table, boolean, is_on, quantized
+from scu_trainer.cli.names.meaning import Alias, KeySource, Meaning, NoAction, Table, boolean, is_on, quantized
 from scu_trainer.errors import SettingsError
 
 TITLE, SECTIONS = "TRL", ()
@@ -35,7 +35,7 @@ OTHER_TRAINERS = (
 WITH_LOOPS = "with_loops(TRAINER) gives TRL's own trainer our loops, in five lines of Python: docs/any_trainer.md"
 
 
-def _other_trainer(value: Any, source: Source) -> Meaning:
+def _other_trainer(value: Any, source: KeySource) -> Meaning:
     raise SettingsError(f"it is for training on preferences or rewards, but this command trains on text; {WITH_LOOPS}")
 
 
@@ -50,31 +50,31 @@ def _mixture_entry(entry: Any) -> dict[str, Any]:
     return {names[key]: entry[key] for key in names if entry.get(key) is not None}
 
 
-def _test_split(value: Any, source: Source) -> Meaning:
+def _test_split(value: Any, source: KeySource) -> Meaning:
     if source.get("eval_strategy", "no") == "no":
         return Meaning(said="nothing is evaluated")
     return Meaning(said="a split named validation or test is held out automatically; eval_dataset sets another one")
 
 
-def _packing_strategy(value: Any, source: Source) -> Meaning:
+def _packing_strategy(value: Any, source: KeySource) -> Meaning:
     if value == "wrapped":
         return Meaning({"isolate_documents": False}, "documents are cut where a row is full, as in TRL")
     return Meaning(said=FILLED)
 
 
-def _padding_free(value: Any, source: Source) -> Meaning:
+def _padding_free(value: Any, source: KeySource) -> Meaning:
     if is_on(value):
         return Meaning(said="rows are padding-free here if the model supports it")
     return Meaning({"padding_free": False})
 
 
-def _loss(value: Any, source: Source) -> Meaning:
+def _loss(value: Any, source: KeySource) -> Meaning:
     if value in ("nll", "chunked_nll"):
         return Meaning(said="it is the loss of the next token, computed in parts if that saves memory")
     raise SettingsError(f"{value} is another loss than that of the next token; {WITH_LOOPS}")
 
 
-def _adapts(source: Source) -> bool:
+def _adapts(source: KeySource) -> bool:
     return source.has("use_peft")
 
 
@@ -125,7 +125,7 @@ SIGNS = {
 }
 
 
-def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+def defaults(source: KeySource) -> Iterator[tuple[str, Any]]:
     """Yield the defaults of ``trl sft`` that differ from ours."""
     yield "tuning", "full"
     yield from {"learning_rate": 2e-5, "block_size": 1024, "packing": False, "checkpoint_every_layer": True}.items()
@@ -134,7 +134,7 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
         yield from {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}.items()
 
 
-def differences(source: Source) -> Iterator[str]:
+def differences(source: KeySource) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; TRL cuts it off at max_length"
     if _adapts(source) and not source.get("lora_target_modules"):
         yield (

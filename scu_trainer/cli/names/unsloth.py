@@ -8,9 +8,9 @@ from typing import Any
 from scu_trainer.cli.names.common import MERGING, checkpointing, isolated_packing, mixed, targets, when_on
 from scu_trainer.cli.names.meaning import (
     Alias,
+    KeySource,
     Meaning,
     NoAction,
-    Source,
     Table,
     boolean,
     if_on,
@@ -25,11 +25,11 @@ SECTIONS = ("data", "training", "lora", "logging", "inference")
 GGUF = "scu-trainer export RUN --to gguf writes it, and reads it back to check it"
 
 
-def _adapts(source: Source) -> bool:
+def _adapts(source: KeySource) -> bool:
     return source.get("training_type", "lora") == "lora" and not source.has("full_finetuning")
 
 
-def _tuning(value: Any, source: Source) -> Meaning:
+def _tuning(value: Any, source: KeySource) -> Meaning:
     return tuning(source, adapts=_adapts(source))
 
 
@@ -42,20 +42,20 @@ def _zero_is_not_given(name: str) -> Any:
     return lambda value, source: Meaning({name: value}) if is_on(value) else Meaning(said="0 there means not given")
 
 
-def _save_steps(value: Any, source: Source) -> Meaning:
+def _save_steps(value: Any, source: KeySource) -> Meaning:
     if not is_on(value):
         return Meaning({"save_strategy": "epoch"}, "0 saves only at the end there; here you can resume from each epoch")
     return Meaning({"save_strategy": "steps", "save_steps": value})
 
 
 @if_on
-def _local(value: Any, source: Source) -> Meaning:
+def _local(value: Any, source: KeySource) -> Meaning:
     files = value if isinstance(value, list) else [value]
     return Meaning(mixed([{"dataset": file} for file in files]))
 
 
 @if_on
-def _bias(value: Any, source: Source) -> Meaning:
+def _bias(value: Any, source: KeySource) -> Meaning:
     raise SettingsError(f"{value}: biases are not trained with adapters here; leave the key out, or write none")
 
 
@@ -121,7 +121,7 @@ SIGNS = {*SECTIONS[1:4], "training_type", "max_seq_length", "random_state", "use
          "train_on_completions", "finetune_mlp_modules"}  # fmt: skip
 
 
-def defaults(source: Source) -> Iterator[tuple[str, Any]]:
+def defaults(source: KeySource) -> Iterator[tuple[str, Any]]:
     """Yield the defaults of Unsloth that differ from ours."""
     is_in_4_bits = is_on(source.entries.get("load_in_4bit", not is_on(source.entries.get("load_in_16bit"))))
     is_quantized = _adapts(source) and is_in_4_bits
@@ -132,5 +132,5 @@ def defaults(source: Source) -> Iterator[tuple[str, Any]]:
     yield from {"validation_split_percentage": 0, "completion_only_loss": False, "assistant_only_loss": False}.items()
 
 
-def differences(source: Source) -> Iterator[str]:
+def differences(source: KeySource) -> Iterator[str]:
     yield "a document longer than block_size continues in further rows; Unsloth cuts it off at max_seq_length"

@@ -28,7 +28,7 @@ from scu_trainer.hardware.optimizer_bytes import uncounted_state
 from scu_trainer.hardware.precision import DeviceFacts
 from scu_trainer.hardware.presets import parse_bytes
 from scu_trainer.hardware.recommend import AvailableChanges, SettingChoice, choices
-from scu_trainer.hardware.target import Target, here, named
+from scu_trainer.hardware.target import PlanTarget, here, named
 from scu_trainer.imports import without_collector
 from scu_trainer.models.loading.names import base_of, with_adapter_as_model
 from scu_trainer.run_files import format_bytes
@@ -145,13 +145,13 @@ def _write_configuration(options: argparse.Namespace, flags: list[str], report: 
 # -- the job and the machine -------------------------------------------------------------------------------------------
 
 
-def _target_of(options: argparse.Namespace, flags: Sequence[str]) -> Target:
+def _target_of(options: argparse.Namespace, flags: Sequence[str]) -> PlanTarget:
     if options.gpu or options.ram:
         return named(options.gpu, options.ram)
     return here(bool(read_values(options.config, flags)["use_cpu"]))
 
 
-def _job_to_plan(config: Optional[str], flags: Sequence[str], target: Target) -> Job:
+def _job_to_plan(config: Optional[str], flags: Sequence[str], target: PlanTarget) -> Job:
     job = read_job(config, flags, None if target.is_here else target.facts)
     job.check_machine_independent()
     if job.data.streaming and job.kind.name != "text-generation":
@@ -171,7 +171,7 @@ def _warn_of_missing_data(job: Job) -> None:
             logger.warning("%s; a plan needs no data, but train needs them", error)
 
 
-def limited_target(target: Target, text: Optional[str], job: Job) -> Target:
+def limited_target(target: PlanTarget, text: Optional[str], job: Job) -> PlanTarget:
     """Return ``target`` with the limit that was typed, or with the lower of its own limit and ``memory_limit_gb``. On a
     CPU, the latter is for the whole process, while a prediction is for what training adds to it."""
     limit_gb = job.memory.memory_limit_gb
@@ -185,14 +185,14 @@ def limited_target(target: Target, text: Optional[str], job: Job) -> Target:
     return replace(target.limited(left_bytes), name=f"{target.name} (memory_limit_gb{less})")
 
 
-def _held_bytes(target: Target) -> int:
+def _held_bytes(target: PlanTarget) -> int:
     """Return the bytes that a process without a model already holds in the memory that ``target`` trains in."""
     import psutil
 
     return psutil.Process().memory_info().rss if target.device == "cpu" else 0
 
 
-def source_of(job: Job, target: Target) -> Source:
+def source_of(job: Job, target: PlanTarget) -> Source:
     from scu_trainer.train.memory_estimate.plan import FromConfiguration, FromParts
     from scu_trainer.train.step.distributed.deepspeed_start import models_kept_whole
 
@@ -257,7 +257,7 @@ def is_accepted(
 
 
 def choices_to_report(
-    source: Source, job: Job, target: Target, accepts: Callable[[Mapping[str, Any]], bool]
+    source: Source, job: Job, target: PlanTarget, accepts: Callable[[Mapping[str, Any]], bool]
 ) -> list[Planned]:
     """Return the requested choice, then choices that need less memory, up to the first that fits, then those that fit
     and are clearly faster than all before. ``accepts``: whether the job can be trained with other settings."""
@@ -294,7 +294,7 @@ def choices_to_report(
 
 
 def planned_choice(
-    source: Source, choice: SettingChoice, requested: SettingChoice, job: Job, target: Target
+    source: Source, choice: SettingChoice, requested: SettingChoice, job: Job, target: PlanTarget
 ) -> Optional[Planned]:
     """Predict a choice. Returns None if the model's code fails with it; raises ModelError if it is ``requested``."""
     from scu_trainer.train.memory_estimate.plan import planned
@@ -321,7 +321,7 @@ def _lasting_settings(choice: SettingChoice) -> tuple:
     return choice.tuning, choice.load_in_8bit, choice.dtype, choice.optim, choice.offload
 
 
-def means(source: Source, job: Job, target: Target) -> Any:
+def means(source: Source, job: Job, target: PlanTarget) -> Any:
     is_text = job.kind.name == "text-generation"
     return AvailableChanges(
         half=target.half,

@@ -309,7 +309,7 @@ def disk_errors_reported(folder: Path) -> Iterator[None]:
 def load_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
     """Load the model with the data of its run or, for text if they are gone, with ``FALLBACK_DATASET``. Returns the
     components, and a description of the rows to check on."""
-    from scu_trainer.train.job.components import Source
+    from scu_trainer.train.job.components import EvaluationSource
 
     task, seed = task_of(subject.task), split_seed(subject.run) if subject.run else 0
     task_settings = subject.own(subject.task)
@@ -317,13 +317,13 @@ def load_with_rows(subject: Subject) -> tuple[TrainingComponents, str]:
     fallback = DataSettings(dataset=FALLBACK_DATASET, block_size=shortest)
     data = replace(subject.data, chat_template=None) if subject.run else fallback
     try:
-        parts = task.load_scored(Source(subject.model, data, task_settings, seed))
+        parts = task.load_scored(EvaluationSource(subject.model, data, task_settings, seed))
     except DataError as error:
         if subject.task != TEXT or data is fallback:
             raise
         print(f"the data of the run cannot be read ({error}); checked on {FALLBACK_DATASET} instead", file=sys.stderr)
         data = fallback
-        parts = task.load_scored(Source(subject.model, data, task_settings, seed))
+        parts = task.load_scored(EvaluationSource(subject.model, data, task_settings, seed))
     name = " + ".join(map(public_name, dataset_names(data.dataset)))
     if data is fallback:
         return parts, f"{name} (comes with Python)"

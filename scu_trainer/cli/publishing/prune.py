@@ -150,11 +150,11 @@ def prune(
     Raises UserError.
     """
     from scu_trainer.train.evaluation.scoring import bootstrap_difference
-    from scu_trainer.train.job.components import Source
+    from scu_trainer.train.job.components import EvaluationSource
 
     learned, task = with_source_run(subject), task_of(subject.task)
     data, seed = held_out_settings(learned, data_options, seed)
-    source = Source(subject.model, data, learned.own(subject.task), seed)
+    source = EvaluationSource(subject.model, data, learned.own(subject.task), seed)
     facts: dict[str, Any] = {
         "format": 1,
         "source": subject.source,

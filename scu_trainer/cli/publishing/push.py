@@ -18,7 +18,7 @@ from scu_trainer.cli.subjects import Subject, refuse_name_of_run, subject_of
 from scu_trainer.errors import HubError, ModelError, SettingsError
 from scu_trainer.figures import count_text
 from scu_trainer.hub.card import CARD, base_license
-from scu_trainer.hub.facts import Facts, facts_of
+from scu_trainer.hub.facts import RunFacts, facts_of
 from scu_trainer.hub.files import Upload, collect_upload, require_shared_base
 from scu_trainer.hub.push import push, require_repo_id, require_revision, sent_notes, token_for
 from scu_trainer.models.loading.names import nearest_folder_hint
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _prepared_upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional[str]]:
+def _prepared_upload(typed: argparse.Namespace) -> tuple[RunFacts, Upload, Optional[str]]:
     """Return the facts of the run, what to send, and the license. Raises UserError for a run that is not finished, and
     for a model that nobody could load."""
     path = Path(typed.run).expanduser().resolve()
@@ -101,7 +101,7 @@ def _prepared_upload(typed: argparse.Namespace) -> tuple[Facts, Upload, Optional
     return facts, collect_upload(facts, typed.repo_id, license, typed.base_model, merged), license
 
 
-def _require_same_adapter(facts: Facts, merged: Path) -> None:
+def _require_same_adapter(facts: RunFacts, merged: Path) -> None:
     """Raise HubError if the adapter is no longer the merged one, because the card describes the present run."""
     if not is_merged_from(merged, facts.weights):
         raise HubError(
@@ -110,7 +110,7 @@ def _require_same_adapter(facts: Facts, merged: Path) -> None:
         )
 
 
-def _require_text_task(facts: Facts, name: str) -> None:
+def _require_text_task(facts: RunFacts, name: str) -> None:
     if facts.task != "text-generation":
         raise HubError(
             f"{name} is an adapter of task: {facts.task}, and its base has other classes on the Hub; add --merged to "
@@ -135,7 +135,7 @@ def _merged_folder(subject: Subject, typed: argparse.Namespace) -> Path:
     raise ModelError(f"{output} already exists and holds a model {content}; remove it, or push that folder")
 
 
-def _message(facts: Facts) -> str:
+def _message(facts: RunFacts) -> str:
     step = facts.step or facts.metrics.get("steps")
     content = "adapter" if facts.is_adapter else "merged model" if facts.merge else "model"
     return f"{content} of scu-trainer" + (f", step {step}" if step else "")

@@ -12,7 +12,7 @@ from scu_trainer.errors import SettingsError, did_you_mean
 from scu_trainer.report.ablation import Comparison, read_comparison
 from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison
 from scu_trainer.report.files import BEGUN, STATUS_FILE, RunFiles, has_begun, is_run, read_run
-from scu_trainer.runs.process import Machine
+from scu_trainer.runs.process import System
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, all_runs
 
@@ -130,5 +130,5 @@ def _state(run: Run) -> tuple[str, str, bool]:
         return "not there yet", "its folder does not exist yet", True
     if not (run.path / STATUS_FILE).is_file() and not run.folder.is_dir():
         return "unknown", "without run.json, which your own script does not write, its end is unknown", False
-    state = report(run, Machine()).state
+    state = report(run, System()).state
     return state.status, state.detail, state.is_alive

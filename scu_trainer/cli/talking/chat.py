@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that a line that is not text is refused by its number
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    return Chat(talkers, settings, options.system, sys.stdin, sys.stdout, is_terminal).run()
+    return ChatSession(talkers, settings, options.system, sys.stdin, sys.stdout, is_terminal).run()
 
 
 def _load_second(first: Talker, other, is_base: bool) -> Talker:
@@ -89,7 +89,7 @@ def _contains_its_base(model: Any) -> bool:
     return config is not None and not changes_base_weights(config) and getattr(config, "bias", "none") == "none"
 
 
-class Chat:
+class ChatSession:
     """A chat with one model, or with two that get the same questions. Each has its own conversation."""
 
     def __init__(

@@ -123,7 +123,7 @@ def _serve_with_transformers(
     subject: Subject, name: str, options: argparse.Namespace, listening: socket.socket, key: Optional[str]
 ) -> int:
     with stdout_to_stderr():
-        from scu_trainer.serve.guard import Guard
+        from scu_trainer.serve.guard import RequestGuard
         from scu_trainer.serve.questions import RequestReader
         from scu_trainer.serve.running import run
         from scu_trainer.serve.transformers_server import application
@@ -131,7 +131,7 @@ def _serve_with_transformers(
         settings, ends = answer_settings(options), Event()
         reader = RequestReader(talker(subject), name, settings)
         hosts = allowed_hosts(options.host, options.port) if is_loopback(options.host) else None
-        app = Guard(application(reader, ends), hosts, key)
+        app = RequestGuard(application(reader, ends), hosts, key)
     print("\n".join(_opening(reader, options, key)), flush=True)
     run(app, listening, ends)
     return 0

@@ -15,7 +15,7 @@ ANYWHERE = ("system", "developer")
 """Roles of messages that templates may move to another place."""
 
 
-class Part(NamedTuple):
+class MessagePart(NamedTuple):
     """``what`` a message says, as ``texts`` that must all be in the rendered text. ``is_target``: it is learned.
     ``is_in_order``: it must follow the parts before it."""
 
@@ -45,32 +45,32 @@ def rendered_away(chat: Chat, text: str, learns_prompt: bool) -> tuple[str, ...]
     return tuple(dict.fromkeys(missing))
 
 
-def _parts(chat: Chat, learns_prompt: bool) -> Iterator[Part]:
+def _parts(chat: Chat, learns_prompt: bool) -> Iterator[MessagePart]:
     for tool in chat.tools or ():
         described = tool.get("function", tool) if isinstance(tool, dict) else {}
-        yield Part("tools", [str(described.get("name", ""))], False, is_in_order=False)
+        yield MessagePart("tools", [str(described.get("name", ""))], False, is_in_order=False)
     last_question = max((n for n, message in enumerate(chat.messages) if message["role"] == "user"), default=-1)
     for number, message in enumerate(chat.messages):
         is_learned = learns_prompt or (is_answer(message) and number >= (chat.prompt_turns or 0))
         yield from _parts_of(message, number + 1, is_learned, number > last_question)
 
 
-def _parts_of(message: dict, number: int, is_learned: bool, is_last_answer: bool) -> Iterator[Part]:
+def _parts_of(message: dict, number: int, is_learned: bool, is_last_answer: bool) -> Iterator[MessagePart]:
     """Yield the parts of one message. Reasoning is a target only after the last question: templates may drop that of
     earlier turns, as models do at inference, which is only counted."""
     if "reasoning_content" in message:
-        yield Part("reasoning", [message["reasoning_content"]], is_learned and is_last_answer, number)
+        yield MessagePart("reasoning", [message["reasoning_content"]], is_learned and is_last_answer, number)
     content = message.get("content", "")
     if "<think>" in content:
         thoughts = _THOUGHT.findall(content)
-        yield Part("reasoning", [thought[7:-8] for thought in thoughts], is_learned and is_last_answer, number)
+        yield MessagePart("reasoning", [thought[7:-8] for thought in thoughts], is_learned and is_last_answer, number)
         content = content.rpartition("</think>")[2]
     role = message["role"]
     what = f"words of the role {role!r}"
-    yield Part(what, [content], is_learned, number, is_in_order=role not in ANYWHERE)
+    yield MessagePart(what, [content], is_learned, number, is_in_order=role not in ANYWHERE)
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        yield Part("tool calls", [function["name"], *_leaves(function["arguments"])], is_learned, number, False)
+        yield MessagePart("tool calls", [function["name"], *_leaves(function["arguments"])], is_learned, number, False)
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -31,7 +31,7 @@ from scu_trainer.data.text.packing import (
 from scu_trainer.data.text.plan import HeldOutDocument, PreparedData
 from scu_trainer.data.text.prepare import both_sides
 from scu_trainer.data.words.embedded import embedded_sections
-from scu_trainer.data.words.texts import Columns, Texts, stored_texts
+from scu_trainer.data.words.texts import TextColumns, Texts, stored_texts
 from scu_trainer.data.words.tokenizer import word_tokenizer
 from scu_trainer.errors import DataError
 from scu_trainer.settings import DataSettings
@@ -116,8 +116,8 @@ class _Plan(NamedTuple):
     known: Optional[_Vocabulary]
 
     @property
-    def columns(self) -> Columns:
-        return Columns(self.settings.text_column, self.own.category_column or None)
+    def columns(self) -> TextColumns:
+        return TextColumns(self.settings.text_column, self.own.category_column or None)
 
     @property
     def folder_name(self) -> str:

@@ -28,7 +28,7 @@ TEXTS_PER_READ = 64
 BATCH_CHARACTERS = 2**20  # texts take more memory than their tokens, and Arrow keeps a batch until it is written
 
 
-class Columns(NamedTuple):
+class TextColumns(NamedTuple):
     """Names of the columns. ``category`` is None if texts have no category."""
 
     text: str
@@ -57,7 +57,9 @@ class Texts(StoredDocuments):
             yield [(int(n), LabelledText(**row)) for n, row in zip(numbers, table.to_pylist(), strict=True)]
 
 
-def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: int | None, cache_dir: Path) -> Texts:
+def stored_texts(
+    source: Source, columns: TextColumns, skip_bad_rows: bool, limit: int | None, cache_dir: Path
+) -> Texts:
     """Return the first ``limit`` usable texts of a source (all if None), from the cache if nothing changed. Raises
     DataError at the first row that cannot be used unless ``skip_bad_rows`` is set, and if no text is left."""
 
@@ -79,7 +81,7 @@ def stored_texts(source: Source, columns: Columns, skip_bad_rows: bool, limit: i
 
 
 def _usable(
-    records: Iterable[Record], columns: Columns, skip_bad_rows: bool, statistics: DataStatistics
+    records: Iterable[Record], columns: TextColumns, skip_bad_rows: bool, statistics: DataStatistics
 ) -> Iterator[LabelledText]:
     for record in records:
         statistics.rows_read += 1
@@ -98,7 +100,7 @@ def _usable(
             statistics.drop(EMPTY, record.place)
 
 
-def _labelled_text(record: Record, columns: Columns) -> LabelledText:
+def _labelled_text(record: Record, columns: TextColumns) -> LabelledText:
     if record.problem:
         raise BadRow(record.problem)
     text = _value_of(record.value, columns.text, "text_column", "")

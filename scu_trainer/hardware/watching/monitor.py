@@ -27,7 +27,7 @@ CLOCK_TOLERANCE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Level:
+class MemoryLevel:
     """The used and total bytes of one memory, and the most that was used since monitoring began."""
 
     name: str
@@ -66,12 +66,12 @@ class MonitorReading:
     """All memories at ``time_s``, in seconds since 1970, and those of the run if one is monitored."""
 
     time_s: float
-    levels: tuple[Level, ...]
+    levels: tuple[MemoryLevel, ...]
     run: Optional[RunReading] = None
 
 
 @dataclass(frozen=True)
-class Target:
+class MonitoredProcess:
     """The run or process to monitor; ``folder`` is None for a process, and ``process`` is None once it has ended."""
 
     name: str
@@ -96,7 +96,7 @@ class Target:
         return f"run {self.name} is {state['status']}{step}, last written {state.get('updated')}{why}"
 
 
-def find_target(text: str) -> Target:
+def find_target(text: str) -> MonitoredProcess:
     """Return the target for a run directory or a pid. Raises SettingsError if ``text`` is neither."""
     import psutil
 
@@ -104,7 +104,7 @@ def find_target(text: str) -> Target:
     if (folder / "run.json").is_file():
         state = read_status(folder / "run.json")
         try:
-            return Target(text, folder, _process_of(state))
+            return MonitoredProcess(text, folder, _process_of(state))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise SettingsError(
                 f"{folder / 'run.json'} is not what a run writes ({error!r}); give the output_dir of a run"
@@ -113,7 +113,7 @@ def find_target(text: str) -> Target:
         found = "holds no run.json" if folder.exists() else "is not there"
         raise SettingsError(f"{text} {found}; give the directory of a run (its output_dir), or the number of a process")
     try:
-        return Target(text, None, psutil.Process(int(text)))
+        return MonitoredProcess(text, None, psutil.Process(int(text)))
     except psutil.NoSuchProcess:
         raise SettingsError(
             f"there is no process {text}; give the directory of a run, or nothing to monitor the machine"
@@ -141,7 +141,7 @@ def _process_of(state: dict[str, Any]) -> Optional[psutil.Process]:
 def readings(
     duration_s: Optional[float],
     interval_s: float,
-    target: Optional[Target] = None,
+    target: Optional[MonitoredProcess] = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[MonitorReading]:
@@ -153,7 +153,7 @@ def readings(
         begun_s = clock() if begun_s is None else begun_s  # only now, because the first reading also imports packages
         for name, used, _ in found:
             highest[name] = max(used, highest.get(name, 0))
-        levels = tuple(Level(name, used, total, highest[name]) for name, used, total in found)
+        levels = tuple(MemoryLevel(name, used, total, highest[name]) for name, used, total in found)
         run = None if target is None else read_run(target)
         if target is not None and run is None:
             return
@@ -179,7 +179,7 @@ def device_name(item: Accelerator) -> str:
     return f"{item.kind}:{item.index} {item.name}"
 
 
-def read_run(target: Target) -> Optional[RunReading]:
+def read_run(target: MonitoredProcess) -> Optional[RunReading]:
     """Return the current reading of a run or process; None once it has ended."""
     if not target.is_alive:
         return None

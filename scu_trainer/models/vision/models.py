@@ -15,7 +15,7 @@ from scu_trainer.models.loading.load import class_fields, classes_of, prepare_fo
 from scu_trainer.models.loading.names import as_model_error, base_of, expanded_name, is_adapter
 from scu_trainer.models.loading.safety import require_safe_weights, warn_about_code
 from scu_trainer.models.vision.inputs import attach, augmentation, pixel_inputs
-from scu_trainer.models.vision.view import View, known_classes, load_config
+from scu_trainer.models.vision.view import ImageView, known_classes, load_config
 from scu_trainer.settings import ModelSettings
 from scu_trainer.settings.images import ImageSettings
 
@@ -38,7 +38,7 @@ EFFICIENTNET_B0 = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "dropout_
 
 
 def make_classifier(
-    settings: ModelSettings, own: ImageSettings, label_names: Sequence[str], view: View
+    settings: ModelSettings, own: ImageSettings, label_names: Sequence[str], view: ImageView
 ) -> tuple[PreTrainedModel, list[str]]:
     """Create or load a classifier of ``label_names`` on the CPU; return it with lines that describe it for the log.
     Raises ModelError if it cannot be loaded, is not an image classifier, or does not take images of this size."""
@@ -55,7 +55,7 @@ def make_classifier(
     return model, [*lines, view.line]
 
 
-def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], view: View) -> nn.Module:
+def load_scored_classifier(settings: ModelSettings, label_names: Sequence[str], view: ImageView) -> nn.Module:
     """Load a classifier or adapter in evaluation mode. Raises ModelError if its classes are not ``label_names``."""
     import torch
 
@@ -71,14 +71,14 @@ def attach_pixel_inputs(model: nn.Module, processor: BaseImageProcessor, changes
     attach(inner, pixel_inputs(processor, getattr(inner.config, "num_channels", 3), changes))
 
 
-def training_augmentation(own: ImageSettings, view: View) -> nn.Module | None:
+def training_augmentation(own: ImageSettings, view: ImageView) -> nn.Module | None:
     """Return the augmentation of training images. Raises ModelError for color changes of gray images."""
     if own.augmentation == "strong" and view.channels == 1:
         raise ModelError("augmentation: strong changes colours, but the images are gray; use standard or light")
     return augmentation(own.augmentation, view.size)
 
 
-def _from_scratch(name: str, label_names: Sequence[str], view: View) -> PreTrainedModel:
+def _from_scratch(name: str, label_names: Sequence[str], view: ImageView) -> PreTrainedModel:
     from transformers import (
         EfficientNetConfig,
         EfficientNetForImageClassification,
@@ -181,7 +181,7 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f", ... {len(names)} in all" if len(names) > 3 else "")
 
 
-def _require_image_size(model: PreTrainedModel, view: View, name: str) -> None:
+def _require_image_size(model: PreTrainedModel, view: ImageView, name: str) -> None:
     """Raise ModelError if ``model`` fails on a black image of the size and channels of ``view``."""
     import torch
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from scu_trainer.models.asking import evaluating
-from scu_trainer.models.vision.view import View
+from scu_trainer.models.vision.view import ImageView
 
 
 class SteadyBatchNorm2d(nn.BatchNorm2d):
@@ -31,7 +31,7 @@ def allow_single_images(model: nn.Module) -> int:
     return len(found)
 
 
-def needs_several_rows(model: nn.Module, view: View) -> bool:
+def needs_several_rows(model: nn.Module, view: ImageView) -> bool:
     """Return whether a BatchNorm gets feature maps of one position, which for a single image give no statistics."""
     seen: list[bool] = []
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]

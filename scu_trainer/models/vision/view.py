@@ -20,7 +20,7 @@ USUAL_SIZES = (32, 64, 96, 128, 224)
 PROCESSOR_FILE = "preprocessor_config.json"
 
 
-class View(NamedTuple):
+class ImageView(NamedTuple):
     """How a model sees images: its stock ``processor``, which is saved with it, ``size`` (height, width), and a
     ``line`` for the log. ``is_new`` means that mean and deviation of the training images must still be set."""
 
@@ -31,13 +31,15 @@ class View(NamedTuple):
     is_new: bool = False
 
 
-def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[[], int]) -> View:
+def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[[], int]) -> ImageView:
     """Return the view of a stored model, or a new one for a model from scratch. ``natural_size()`` returns the shorter
     side of the images in pixels; it is called only if nothing else gives a size. Raises ModelError for a model that
     cannot be found, or that takes other channels than ``image_channels``."""
     if settings.model_name_or_path is None:
         channels, size = own.image_channels or 3, own.image_size or usual_size(natural_size())
-        return View(_plain_processor(size, channels), channels, (size, size), f"images of {size} x {size} pixels", True)
+        return ImageView(
+            _plain_processor(size, channels), channels, (size, size), f"images of {size} x {size} pixels", True
+        )
     config = load_config(settings)
     channels = getattr(config, "num_channels", 3)
     if own.image_channels not in (None, channels):
@@ -49,9 +51,11 @@ def view_of(settings: ModelSettings, own: ImageSettings, natural_size: Callable[
         declared = _declared_size(config, settings.model_name_or_path)
         size = own.image_size or declared or usual_size(natural_size())
         line = f"{settings.model_name_or_path} has no {PROCESSOR_FILE}: images of {size} x {size} pixels"
-        return View(_plain_processor(size, channels), channels, (size, size), line, True)
+        return ImageView(_plain_processor(size, channels), channels, (size, size), line, True)
     processor, size = _with_one_size(stored, own.image_size, channels)
-    return View(processor, channels, size, f"images of {size[1]} x {size[0]} pixels, made by the model's own processor")
+    return ImageView(
+        processor, channels, size, f"images of {size[1]} x {size[0]} pixels, made by the model's own processor"
+    )
 
 
 def _declared_size(config: PretrainedConfig, name: str) -> int | None:

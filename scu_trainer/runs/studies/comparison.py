@@ -18,7 +18,7 @@ from typing import Any
 
 from scu_trainer.errors import StorageError
 from scu_trainer.runs.launch import command, environment
-from scu_trainer.runs.process import TOKEN_VARIABLE, Machine, processes_with_token, send_signal, spawn_detached
+from scu_trainer.runs.process import TOKEN_VARIABLE, System, processes_with_token, send_signal, spawn_detached
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
@@ -46,7 +46,7 @@ class Hands:
     """The functions that act on the system, which tests replace. ``say`` prints a line for the user."""
 
     spawn: Spawn = spawn
-    machine: Machine = field(default_factory=Machine)
+    machine: System = field(default_factory=System)
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = lambda line: None

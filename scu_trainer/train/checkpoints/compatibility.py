@@ -84,7 +84,7 @@ KINDS = {"configuration": dict, "data": dict, "weights": dict, "versions": dict,
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """``name`` was ``before`` and is ``now``. ``is_refused``: resuming would train something else, or fail."""
 
     name: str
@@ -175,7 +175,7 @@ def _differ(before: Any, now: Any) -> bool:
     return before != now
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = False) -> list[SettingChange]:
     """Return what changed between two descriptions as in training_config.json (configuration, world_size, data,
     weights, versions, git_commit). ``has_plan``: the curriculum loop plans the rows of an epoch and knows which were
     seen."""
@@ -205,12 +205,12 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], has_plan: bool = 
     for name, version in (before.get("versions") or {}).items():
         if name in here and name != "platform" and version != here[name]:
             text = "another version; results may differ, by rounding or more"
-            found.append(Change(name, version, here[name], text))
+            found.append(SettingChange(name, version, here[name], text))
     text = "the code has changed; results may differ from those of a single run"
     return found + _change_of_fact("git_commit", before.get("git_commit"), now.get("git_commit"), text)
 
 
-def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool = False) -> list[Change]:
+def check_compatibility(checkpoint: Path, now: Mapping[str, Any], has_plan: bool = False) -> list[SettingChange]:
     """Return what changed since ``checkpoint``. Raises CheckpointError for all changes that prevent a resume."""
     before = facts_of(checkpoint)
     found = changes(before, now, has_plan) if before else []
@@ -251,9 +251,9 @@ def _rows_of_a_step(facts: Mapping[str, Any]) -> Optional[int]:
     return None if configuration.get("dataloader_drop_last") or alternates or not is_known else math.prod(factors)
 
 
-def _change_of_setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan: bool) -> Change:
+def _change_of_setting(name: str, before: Any, now: Any, keeps: Collection[str], has_plan: bool) -> SettingChange:
     carried = "no effect, the optimizer and schedule state in the checkpoint have the previous value"
-    if (change := Change(name, before, now, carried)).is_carried:
+    if (change := SettingChange(name, before, now, carried)).is_carried:
         return change
     if name in OTHER_SHAPE:
         text = "weights and optimizer state would not fit"
@@ -273,15 +273,15 @@ def _change_of_setting(name: str, before: Any, now: Any, keeps: Collection[str],
         text = "the data may not be those of the previous run"
     else:
         text = "acts from here on"
-    return Change(name, before, now, text, is_refused=name in OTHER_SHAPE)
+    return SettingChange(name, before, now, text, is_refused=name in OTHER_SHAPE)
 
 
-def _change_of_fact(name: str, before: Any, now: Any, consequence: str) -> list[Change]:
+def _change_of_fact(name: str, before: Any, now: Any, consequence: str) -> list[SettingChange]:
     """Return a change if both sides know the value and it differs."""
-    return [] if before is None or now is None or before == now else [Change(name, before, now, consequence)]
+    return [] if before is None or now is None or before == now else [SettingChange(name, before, now, consequence)]
 
 
-def _change_of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def _change_of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """Return a change if another share of the data would be held out. Older versions used one seed for everything."""
     was, here, settings = before.get("split_seed", before.get("seed")), now.get("split_seed"), now["configuration"]
     data = [facts.get("data", {}).get("fingerprint") for facts in (before, now)]
@@ -290,7 +290,7 @@ def _change_of_split(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     if None in (was, here) or was == here or not is_split:
         return []
     text = f"other rows would be held out, and most of them were trained on; set data_seed: {was} to resume"
-    return [Change(SPLIT, was, here, text, is_refused=True)]
+    return [SettingChange(SPLIT, was, here, text, is_refused=True)]
 
 
 def _short(value: Any) -> str:

@@ -24,14 +24,14 @@ from scu_trainer.control.guard import divergence, spikes
 from scu_trainer.errors import CheckpointError
 from scu_trainer.train.checkpoints.format import json_object
 from scu_trainer.train.curriculum.deliveries import DeliveryCounts
-from scu_trainer.train.regularization.regularizer import Progress
+from scu_trainer.train.regularization.regularizer import RegularizerProgress
 from scu_trainer.train.step.micro_batch_sizer import MemoryStatistics
 
 SHAPES: dict[str, dict[str, Any]] = {
     "scu_state.json": {
         "settings": dict,
         "state": regularization.ControllerState,
-        "progress": Progress,
+        "progress": RegularizerProgress,
         "interval": list[tuple[float, float]],
         "prior_fingerprint": float,
     },

@@ -36,7 +36,7 @@ class TrainingComponents:
 
 
 @dataclass(frozen=True)
-class Source:
+class EvaluationSource:
     """A trained model and its held-out rows.
 
     ``model.model_name_or_path``: the model to load. ``own``: the task's settings. ``seed``: seed of the held-out split.

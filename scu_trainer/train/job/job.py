@@ -42,7 +42,7 @@ from scu_trainer.train.job.checks import (
     check_text_values,
     check_training_optimizer,
 )
-from scu_trainer.train.job.components import Source, TrainingComponents
+from scu_trainer.train.job.components import EvaluationSource, TrainingComponents
 from scu_trainer.train.loops.guard.spikes import check_spike_guard
 from scu_trainer.train.loops.weight_average import check_schedule_free
 from scu_trainer.train.run_directory.resume import check_resumable
@@ -69,7 +69,7 @@ class Task(Protocol):
     def load(self, job: Job, console: Console) -> TrainingComponents:
         """Load what training needs. Raises a UserError if settings, data, model, memory or disk do not fit."""
 
-    def load_scored(self, source: Source) -> TrainingComponents:
+    def load_scored(self, source: EvaluationSource) -> TrainingComponents:
         """Load a trained model in evaluation mode, and its held-out rows."""
 
     def score(self, model: torch.nn.Module, parts: TrainingComponents) -> DocumentScores:

@@ -30,7 +30,7 @@ from torch.nn import functional
 from scu_trainer.data.items import TARGET
 from scu_trainer.errors import ModelError
 from scu_trainer.train.loss.analysis import EXACT, ROUGH
-from scu_trainer.train.loss.analysis.measuring import Observation, with_gradient
+from scu_trainer.train.loss.analysis.measuring import LossObservation, with_gradient
 from scu_trainer.train.loss.rows.known import LossCalls, divisor_of
 from scu_trainer.train.loss.wrapped_rows import (
     LABELS,
@@ -221,7 +221,7 @@ class RowLoss(nn.Module):
             kinds.insert(0, "targets")
         return next((kind for kind in kinds if observed.error(kind, declared) <= bound), None)
 
-    def _observe(self, few_outputs: Any, few_targets: torch.Tensor) -> Observation:
+    def _observe(self, few_outputs: Any, few_targets: torch.Tensor) -> LossObservation:
         """Return the loss of all rows and of each row, with gradients with respect to the outputs."""
         leaves: list[torch.Tensor] = []
 
@@ -238,7 +238,7 @@ class RowLoss(nn.Module):
                 with_gradient(self._loss_of_row(copied(outputs), few_targets, row), leaves)
                 for row in range(len(few_targets))
             ]
-        return Observation({TARGET: few_targets}, len(few_targets), whole, parts)
+        return LossObservation({TARGET: few_targets}, len(few_targets), whole, parts)
 
     def _kind_from_single_row(self, declared: Optional[Targets]) -> Optional[str]:
         """Return the kind that the loss declares, or None: the value for a single row is both the mean and the sum."""

@@ -32,7 +32,7 @@ STUCK_DECISIONS = 20
 
 
 @dataclass
-class Progress:
+class RegularizerProgress:
     """What the regularizer keeps between steps besides the law's own state; JSON-safe, saved in checkpoints."""
 
     tokens_n: Optional[float] = None
@@ -72,7 +72,7 @@ class Regularizer:
 
     def reset(self) -> None:
         """Forget what an earlier training has measured, but keep w0."""
-        self.progress = Progress(tokens_n=self._tokens)
+        self.progress = RegularizerProgress(tokens_n=self._tokens)
         self.state = control.ControllerState()
         self._loaded: Optional[dict[str, Any]] = None
         self._losses: list[torch.Tensor] = []
@@ -89,7 +89,7 @@ class Regularizer:
         self._decision_interval = self.settings.control_frequency if self.steers else max(1, logging_steps)
         if self._loaded is not None:
             self.state = control.ControllerState(**self._loaded["state"])
-            self.progress = Progress(**self._loaded["progress"])
+            self.progress = RegularizerProgress(**self._loaded["progress"])
             self._interval = [
                 (torch.tensor(math.nan if loss is None else loss, dtype=torch.float64), items)  # JSON has no NaN
                 for loss, items in self._loaded["interval"]

@@ -26,13 +26,13 @@ from scu_trainer.models.vision.models import (
     training_augmentation,
 )
 from scu_trainer.models.vision.norms import allow_single_images, needs_several_rows
-from scu_trainer.models.vision.view import View, known_classes, view_of
+from scu_trainer.models.vision.view import ImageView, known_classes, view_of
 from scu_trainer.settings import DataSettings, ModelSettings
 from scu_trainer.settings.images import ImageSettings
 from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.train.evaluation.classification import class_metrics, preprocess_class_logits, score_samples
 from scu_trainer.train.evaluation.scoring import DocumentScores
-from scu_trainer.train.job.components import Source, TrainingComponents
+from scu_trainer.train.job.components import EvaluationSource, TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.tasks.common import (
     print_data_summary,
@@ -101,7 +101,7 @@ class ImageTask:
             parts.teacher = load_scored_classifier(teacher, data.label_names, view).float()
         return parts
 
-    def load_scored(self, source: Source) -> TrainingComponents:
+    def load_scored(self, source: EvaluationSource) -> TrainingComponents:
         classes = known_classes(source.model)
         data, view = _prepared_data(source.model, source.data, source.own, source.seed, classes)
         model = load_scored_classifier(source.model, data.label_names, view)
@@ -118,7 +118,7 @@ class ImageTask:
 
 def _prepared_data(
     model: ModelSettings, data: DataSettings, own: ImageSettings, seed: int, classes: Sequence[str] = ()
-) -> tuple[PreparedSamples, View]:
+) -> tuple[PreparedSamples, ImageView]:
     """Return the prepared images, and how the model sees them. A new image processor gets their mean and standard
     deviation. ``classes``: the classes of a trained model."""
     cache_dir = default_cache_dir(data.cache_dir)
@@ -133,7 +133,7 @@ def _prepared_data(
     return prepared, view
 
 
-def _require_same_view(teacher: ModelSettings, own: ImageSettings, view: View) -> None:
+def _require_same_view(teacher: ModelSettings, own: ImageSettings, view: ImageView) -> None:
     """Require that the teacher takes the same images as the student, with the same size and scaling."""
     teacher_view = view_of(teacher, replace(own, image_size=None, image_channels=None), lambda: max(view.size))
     name = teacher.model_name_or_path
@@ -152,7 +152,7 @@ def _adapter_plan(model: torch.nn.Module) -> AdapterPlan:
     )
 
 
-def _require_rows_for_statistics(model: torch.nn.Module, view: View, job: Job) -> None:
+def _require_rows_for_statistics(model: torch.nn.Module, view: ImageView, job: Job) -> None:
     """Raise SettingsError for batches of one image if BatchNorm acts on maps of 1 x 1: it would learn nothing."""
     training = job.training
     rows_at_once = training.per_device_train_batch_size

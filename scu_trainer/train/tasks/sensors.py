@@ -43,7 +43,7 @@ from scu_trainer.train.evaluation.classification import (
 )
 from scu_trainer.train.evaluation.scoring import DocumentScores
 from scu_trainer.train.fixtures.random_start import random_start
-from scu_trainer.train.job.components import Source, TrainingComponents
+from scu_trainer.train.job.components import EvaluationSource, TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.tasks.common import (
     checkpoints_activations,
@@ -226,7 +226,7 @@ class SensorTask:
         )
         console.print(moved.line(checkpoints_activations(job) or own.checkpoint_branches is not None), soft_wrap=True)
 
-    def load_scored(self, source: Source) -> TrainingComponents:
+    def load_scored(self, source: EvaluationSource) -> TrainingComponents:
         config = stored_config(source.model)
         own = own_of(config, source.own)
         data = prepare_sensors(

@@ -37,7 +37,7 @@ from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, b
 from scu_trainer.train.evaluation.sliding import SlidingRows
 from scu_trainer.train.fixtures.base_model import embedded_base, is_cached
 from scu_trainer.train.job.checks import check_packing
-from scu_trainer.train.job.components import Source, TrainingComponents
+from scu_trainer.train.job.components import EvaluationSource, TrainingComponents
 from scu_trainer.train.job.job import Job, cuda_bytes, free_memory
 from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.retention.choice import make_actuator_chooser
@@ -122,7 +122,7 @@ class TextTask:
             _require_isolating(parts.teacher, tested_packing.applied(job.data), job.model.teacher, len(tokenizer))
         return parts
 
-    def load_scored(self, source: Source) -> TrainingComponents:
+    def load_scored(self, source: EvaluationSource) -> TrainingComponents:
         name, row_settings = source.model.model_name_or_path, source.tokenizer_of or source.model
         tokenizer, cache_dir = load_tokenizer(source.model), default_cache_dir(source.data.cache_dir)
         row_tokenizer = tokenizer if row_settings == source.model else load_tokenizer(row_settings)

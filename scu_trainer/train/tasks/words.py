@@ -23,7 +23,7 @@ from scu_trainer.settings.base import require
 from scu_trainer.settings.stock import effective_data_seed
 from scu_trainer.settings.words import WordSettings
 from scu_trainer.train.evaluation.scoring import MODEL_INPUTS, DocumentScores, bpt_metrics, score_documents
-from scu_trainer.train.job.components import Source, TrainingComponents
+from scu_trainer.train.job.components import EvaluationSource, TrainingComponents
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.loss.rows.row_readings import preprocess_logits
 from scu_trainer.train.tasks.common import (
@@ -83,7 +83,7 @@ class WordTask:
             parts.teacher = load_for_evaluation(job.model.teacher, teacher)
         return parts
 
-    def load_scored(self, source: Source) -> TrainingComponents:
+    def load_scored(self, source: EvaluationSource) -> TrainingComponents:
         tokenizer, names = _tokenizer_and_categories(source.model)
         data = prepare_words(
             source.data,

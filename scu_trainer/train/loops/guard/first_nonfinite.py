@@ -29,7 +29,7 @@ from scu_trainer.figures import first_few
 from scu_trainer.models.quantize import is_of_torchao
 from scu_trainer.train.loops.guard.parts import (
     SHARDED,
-    Part,
+    RowSubset,
     describe_rerun_failure,
     loss_of,
     row_names,
@@ -164,7 +164,7 @@ def _bad_rows(tensor: torch.Tensor, count: int) -> list[int]:
     return (~torch.isfinite(tensor.detach())).reshape(count, -1).any(dim=1).nonzero().flatten().tolist()
 
 
-def _summarize_rows(names: Sequence[str], parts: Sequence[Part]) -> tuple[str, ...]:
+def _summarize_rows(names: Sequence[str], parts: Sequence[RowSubset]) -> tuple[str, ...]:
     total = sum(len(part.rows) for part in parts)
     return ("every row",) if len(names) == total > 1 else tuple(names)
 
@@ -173,7 +173,7 @@ def _summarize_rows(names: Sequence[str], parts: Sequence[Part]) -> tuple[str, .
 
 
 @torch.no_grad()
-def _search_forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
+def _search_forward(trainer: Trainer, parts: Sequence[RowSubset], num_items: Any) -> Optional[NonFinitePlace]:
     """Run the parts forward, and return the first module with a non-finite output; None if all are finite."""
     place, rows = None, []
     for part in parts:
@@ -188,7 +188,7 @@ def _search_forward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> 
     return None if place is None else NonFinitePlace(place, _summarize_rows(rows, parts))
 
 
-def _search_backward(trainer: Trainer, parts: Sequence[Part], num_items: Any) -> Optional[NonFinitePlace]:
+def _search_backward(trainer: Trainer, parts: Sequence[RowSubset], num_items: Any) -> Optional[NonFinitePlace]:
     """Run the parts backward, and return the weight where backward first gave a non-finite gradient."""
     named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights, place, rows = [p for _, p in named], None, []

@@ -27,7 +27,7 @@ MOST_RUNS = 32
 
 
 @dataclass(frozen=True)
-class Part:
+class RowSubset:
     """Some rows of an accumulation batch with number ``batch`` and inputs ``whole``. ``rows``: their numbers in it."""
 
     batch: int
@@ -36,7 +36,7 @@ class Part:
     whole: Any
 
 
-def step_parts(trainer: Trainer, batches: Sequence[Any], most: int = MOST_RUNS) -> Iterator[Part]:
+def step_parts(trainer: Trainer, batches: Sequence[Any], most: int = MOST_RUNS) -> Iterator[RowSubset]:
     """Yield about ``most`` parts of this rank's ``batches``; a batch with rows that affect each other stays whole."""
     counts = [rows_of(trainer.model, inputs).rows for inputs in batches]
     per_part = max(1, -(-sum(counts) // max(1, most - len(batches))))
@@ -44,10 +44,10 @@ def step_parts(trainer: Trainer, batches: Sequence[Any], most: int = MOST_RUNS) 
         per_part = max(1, *counts)  # a single row would be another computation
     for number, (inputs, count) in enumerate(zip(batches, counts, strict=True)):
         if not count:
-            yield Part(number, (), inputs, inputs)
+            yield RowSubset(number, (), inputs, inputs)
         for start in range(0, count, per_part):
             rows = tuple(range(start, min(start + per_part, count)))
-            yield Part(number, rows, pick(inputs, torch.tensor(rows), count), inputs)
+            yield RowSubset(number, rows, pick(inputs, torch.tensor(rows), count), inputs)
 
 
 def row_names(trainer: Trainer, inputs: Any, number: int, rows: Sequence[int]) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def unchanged(trainer: Trainer) -> Iterator[None]:
         snapshot.restore_surroundings()
 
 
-def loss_of(trainer: Trainer, part: Part, num_items: Any) -> torch.Tensor:
+def loss_of(trainer: Trainer, part: RowSubset, num_items: Any) -> torch.Tensor:
     """Return the loss as training computes it, but without reporting the losses of rows."""
     inputs = trainer._prepare_inputs(without_sample_index(part.inputs))
     with trainer.compute_loss_context_manager():

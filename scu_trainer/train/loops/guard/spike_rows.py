@@ -19,7 +19,7 @@ from scu_trainer.data.numbered import SAMPLE_INDEX
 from scu_trainer.train.loops.guard.first_nonfinite import NonFinitePlace
 from scu_trainer.train.loops.guard.parts import (
     SHARDED,
-    Part,
+    RowSubset,
     describe_rerun_failure,
     loss_of,
     row_names,
@@ -85,7 +85,7 @@ def _measure(trainer: Trainer, batches: Sequence[Any], num_items: Any) -> tuple[
     return measured, reason
 
 
-def _gradient_norm(trainer: Trainer, part: Part, num_items: Any, weights: Sequence[torch.Tensor]) -> float:
+def _gradient_norm(trainer: Trainer, part: RowSubset, num_items: Any, weights: Sequence[torch.Tensor]) -> float:
     with torch.enable_grad():
         loss = loss_of(trainer, part, num_items)
         # Not into .grad, which would trigger the reduction of gradients over ranks.
@@ -93,7 +93,7 @@ def _gradient_norm(trainer: Trainer, part: Part, num_items: Any, weights: Sequen
     return float(torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None]))
 
 
-def _samples(part: Part) -> tuple[int, ...]:
+def _samples(part: RowSubset) -> tuple[int, ...]:
     numbers = part.whole.get(SAMPLE_INDEX)
     return tuple(int(numbers[row]) for row in part.rows) if numbers is not None and len(part.rows) == 1 else ()
 

@@ -129,7 +129,7 @@ def gradient_error(whole: torch.Tensor, shared: list[torch.Tensor]) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Observation:
+class LossObservation:
     """Measurements of rows together (``whole``) and of each row (``parts``)."""
 
     inputs: Any

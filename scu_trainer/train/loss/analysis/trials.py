@@ -29,9 +29,9 @@ from scu_trainer.train.loss.analysis.asked_rows import (
 from scu_trainer.train.loss.analysis.frozen_weights import LOSS_WRITES, ONCE, written_buffer
 from scu_trainer.train.loss.analysis.measuring import (
     FEW_ITEMS,
+    LossObservation,
     LossOf,
     Meter,
-    Observation,
     measured_weights,
     tolerance,
 )
@@ -183,7 +183,7 @@ class _Trial:
         return replace(reduction, trims=trims, reads_padding=reads_padding, left_out_by=left_out)
 
     def _reduction_from(
-        self, observations: list[Optional[Observation]], known: Optional[Divisor], relative_loss: Optional[float]
+        self, observations: list[Optional[LossObservation]], known: Optional[Divisor], relative_loss: Optional[float]
     ) -> Optional[Reduction]:
         """Return the reduction that explains all observations; None if they do not show it."""
         if any(item is None for item in observations):
@@ -203,19 +203,19 @@ class _Trial:
             tied=() if is_known else tied,
         )
 
-    def _observe(self, inputs: Any, whole: torch.Tensor, gradient: bool) -> Optional[Observation]:
+    def _observe(self, inputs: Any, whole: torch.Tensor, gradient: bool) -> Optional[LossObservation]:
         """Return the measurements of ``inputs`` together (``whole``) and row by row; None if not finite or all 0."""
         parts = [self.meter.measure(self._row(inputs, row), gradient) for row in range(len(self.rows))]
         values = [float(part[0]) for part in parts]
         if not math.isfinite(whole[0]) or not any((*values, float(whole[0]))) or not any(map(math.isfinite, values)):
             return None
-        return Observation(inputs, len(self.rows), whole, parts)
+        return LossObservation(inputs, len(self.rows), whole, parts)
 
     def _row(self, inputs: Any, row: int) -> Any:
         return pick(inputs, torch.tensor([row]), len(self.rows))
 
     def _errors(
-        self, observations: Sequence[Observation], known: Optional[Divisor], relative_loss: Optional[float]
+        self, observations: Sequence[LossObservation], known: Optional[Divisor], relative_loss: Optional[float]
     ) -> dict[str, float]:
         """Return, for each kind, how far the whole is from what the kind predicts."""
         if relative_loss is not None and relative_loss < HALVED:
@@ -226,7 +226,7 @@ class _Trial:
         return {kind: max(item.error(kind, targets) for item in observations) for kind in kinds}
 
     def _decide(
-        self, errors: dict[str, float], observations: Sequence[Observation], known: Optional[Divisor]
+        self, errors: dict[str, float], observations: Sequence[LossObservation], known: Optional[Divisor]
     ) -> tuple[Optional[str], tuple[str, ...]]:
         """Return (kind, other kinds that count these rows alike); the closest kind if none fits. The kind is None if
         several fit that count these rows differently."""
