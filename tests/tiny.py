@@ -42,6 +42,11 @@ def llama(seed: int = 0, hidden: int = 32, layers: int = 2, **changes) -> LlamaF
     return LlamaForCausalLM(config)
 
 
+def small_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    """Of one layer, for where a second one would do the same once more."""
+    return llama(seed, layers=1, **changes)
+
+
 def granite_hybrid(seed: int = 0) -> GraniteMoeHybridForCausalLM:
     from scu_trainer.models.embedded import base_config
 

@@ -35,7 +35,7 @@ from scu_trainer.train.loops.guard.first_nonfinite import (
     weights_are_finite,
 )
 from scu_trainer.train.run_directory.console import ConsoleCallback
-from tests.tiny import Examples, Rows, conv_net, images, llama, same, trained, weights_of
+from tests.tiny import Examples, Rows, conv_net, images, llama, same, small_llama, trained, weights_of
 from tests.train.stepwise import Recorder
 from tests.train.test_resume import StopAt
 
@@ -91,14 +91,14 @@ def bad_gradient(model, when: AtStep) -> None:
 
 
 def bad_layer(model, when: AtStep) -> None:
-    model.model.layers[1].mlp.register_forward_hook(lambda module, _, output: output * NAN if when.is_on else None)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, _, output: output * NAN if when.is_on else None)
 
 
 FAULTS = {"loss": bad_loss, "gradient": bad_gradient, "layer": bad_layer}
 
 
 def run(folder, fault=None, steps=(BAD_STEP,), *, model=None, callbacks=(), safety=SAFETY, **changes):
-    when, model = AtStep(*steps), llama() if model is None else model
+    when, model = AtStep(*steps), small_llama() if model is None else model
     if fault is not None:
         FAULTS[fault](model, when)
     return trained(model, folder, safety=safety, callbacks=[when, *callbacks], **changes)
@@ -172,7 +172,7 @@ def test_an_optimizer_is_not_called_in_a_bad_step(tmp_path, is_scaled):
         trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         trainer.accelerator.unscale_gradients = lambda: scaler.unscale_(trainer.optimizer.optimizer)
 
-    steps, model = Recorder(), llama(layers=1)
+    steps, model = Recorder(), small_llama()
     own = ActsWithoutGradients(model.parameters(), lr=1e-3)
     prepare = with_scaler if is_scaled else None
     found = run(tmp_path, "loss", model=model, optimizers=(own, None), callbacks=[steps], prepare=prepare)
@@ -186,9 +186,9 @@ def test_a_schedule_free_average_does_not_count_a_bad_step(tmp_path, optim):
     pytest.importorskip("schedulefree", reason="schedulefree is not installed")
     rows = Rows(24)
     others = torch.utils.data.Subset(rows, [*range(8), *range(12, 24)])  # without those of the bad step
-    settings = {"optim": optim, "model": llama(layers=1), **IN_ORDER}
+    settings = {"optim": optim, "model": small_llama(), **IN_ORDER}
     expected = run(tmp_path / "reference", dataset=others, max_steps=5, **settings)
-    found = run(tmp_path / "found", "loss", dataset=rows, **{**settings, "model": llama(layers=1)})
+    found = run(tmp_path / "found", "loss", dataset=rows, **{**settings, "model": small_llama()})
     assert same(weights_of(found.model), weights_of(expected.model))
 
 
@@ -201,16 +201,16 @@ def test_a_first_step_that_is_taken_back_has_no_line(tmp_path):
 
 def test_without_faults_it_is_the_stock_trainer_bit_for_bit(tmp_path):
     changes = {"gradient_accumulation_steps": 2, "logging_steps": 2, "lr_scheduler_type": "linear"}
-    expected = run(tmp_path / "off", safety=None, model=llama(attention_dropout=0.2), **changes)
-    found = run(tmp_path / "on", model=llama(attention_dropout=0.2), **changes)
+    expected = run(tmp_path / "off", safety=None, model=small_llama(attention_dropout=0.2), **changes)
+    found = run(tmp_path / "on", model=small_llama(attention_dropout=0.2), **changes)
     assert same(weights_of(found.model), weights_of(expected.model))
     assert logged(found) == logged(expected) and logged(found, "grad_norm") == logged(expected, "grad_norm")
     assert set(logged(found, "skipped_steps")) == {0}
 
 
 def test_looking_for_the_place_leaves_the_random_state_alone(tmp_path):
-    expected = reference(tmp_path / "reference", model=llama(attention_dropout=0.2))
-    found = run(tmp_path / "found", "gradient", model=llama(attention_dropout=0.2))
+    expected = reference(tmp_path / "reference", model=small_llama(attention_dropout=0.2))
+    found = run(tmp_path / "found", "gradient", model=small_llama(attention_dropout=0.2))
     assert same(weights_of(found.model), weights_of(expected.model))
 
 
@@ -324,7 +324,7 @@ def test_labels_that_weigh_little_are_labels():
 def test_a_step_without_a_label_is_found_under_data_parallel():
     """Each of several cards of one process is given the number of labels."""
     counts = torch.zeros(2, 1, dtype=torch.long)
-    assert "no label of the step" in locate_nonfinite(SimpleNamespace(model=llama()), [], counts).place
+    assert "no label of the step" in locate_nonfinite(SimpleNamespace(model=small_llama()), [], counts).place
 
 
 def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
@@ -356,7 +356,7 @@ def test_a_loss_that_goes_bad_behind_sound_modules_is_named_so(tmp_path):
 
 
 def test_a_fault_that_does_not_come_back_is_said_to_be_one(tmp_path, caplog):
-    model, calls = llama(), []
+    model, calls = small_llama(), []
 
     def once(module, inputs, output):
         calls.append(len(calls))
@@ -369,7 +369,7 @@ def test_a_fault_that_does_not_come_back_is_said_to_be_one(tmp_path, caplog):
 
 
 def test_a_model_that_fails_on_single_rows_does_not_hide_the_step(tmp_path, caplog):
-    model = llama()
+    model = small_llama()
 
     def refuse(module, inputs, kwargs):
         if len(kwargs["input_ids"]) == 1:
@@ -549,14 +549,16 @@ def with_scaler(scale: float):
 
 
 def test_an_overflow_of_the_scale_is_the_scalers_own_matter(tmp_path):
-    found = trained(llama(), tmp_path, safety=SAFETY, prepare=with_scaler(2.0**127), max_grad_norm=0.0, max_steps=4)
+    found = trained(
+        small_llama(), tmp_path, safety=SAFETY, prepare=with_scaler(2.0**127), max_grad_norm=0.0, max_steps=4
+    )
     assert found.nonfinite_guard.skipped_steps == 0
     skipped = 127 - math.log2(found.accelerator.scaler.get_scale())
     assert skipped >= 40 and adam_steps(found) == {4 - skipped / 40}
 
 
 def test_a_loss_that_is_not_finite_counts_under_a_scaler_too(tmp_path):
-    when, model = AtStep(2), llama()
+    when, model = AtStep(2), small_llama()
     bad_loss(model, when)
     changes = {"prepare": with_scaler(2.0**10), "max_grad_norm": 0.0, "max_steps": 4}
     found = trained(model, tmp_path, safety=SAFETY, callbacks=[when], **changes)
@@ -606,7 +608,7 @@ def test_a_run_that_resumes_within_an_epoch_knows_the_losses_before(tmp_path, st
         every = {"max_steps": 8, "logging_steps": 1, "save_strategy": "steps", "save_steps": stop}
         curriculum = CurriculumSettings("noise_guard")
         size = {"dataset": Rows(16), "per_device_train_batch_size": 4}
-        found = trained(llama(), tmp_path / folder, safety=SAFETY, curriculum=curriculum, **size, **every, **more)
+        found = trained(small_llama(), tmp_path / folder, safety=SAFETY, curriculum=curriculum, **size, **every, **more)
         return found.nonfinite_guard.divergence.state_dict()
 
     whole = figures("whole")
@@ -646,7 +648,7 @@ def test_scored_documents_without_a_finite_score_are_named(caplog):
     data = datasets.Dataset.from_dict(
         {"input_ids": [[3, 4, 5]] * 3, "labels": [[3, 4, 5]] * 3, "document": [0, 1, 1], "length": [3] * 3}
     )
-    model = llama()
+    model = small_llama()
     assert math.isfinite(score_documents(model, data, Collator(pad_token_id=2)).bpt) and not caplog.messages
     with torch.no_grad():
         model.lm_head.weight[:] = NAN

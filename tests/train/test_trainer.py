@@ -15,7 +15,7 @@ from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import MemorySettings
 from scu_trainer.settings import RegularizationSettings as Settings
 from scu_trainer.train.trainer import SCUTrainer
-from tests.tiny import Rows, UnevenRows, arguments, llama, lora, pad, same, trained, weights_of
+from tests.tiny import Rows, UnevenRows, arguments, llama, lora, pad, same, small_llama, trained, weights_of
 
 TOKENS = 480.0  # 32 rows of 15 predicted tokens
 
@@ -50,11 +50,11 @@ def largest_difference(first: dict, second: dict) -> float:
 
 EQUIVALENT = {
     "plain": (lambda: llama(), {}),
-    "accumulation and clipping": (lambda: llama(), HARD),
-    "dropout": (lambda: llama(attention_dropout=0.2), {}),
-    "bf16 autocast": (lambda: llama(), {"bf16": True}),
-    "lora with dropout": (lambda: lora(llama(), lora_dropout=0.2), HARD),
-    "bfloat16 weights": (lambda: llama().bfloat16(), {}),
+    "accumulation and clipping": (lambda: small_llama(), HARD),
+    "dropout": (lambda: small_llama(attention_dropout=0.2), {}),
+    "bf16 autocast": (lambda: small_llama(), {"bf16": True}),
+    "lora with dropout": (lambda: lora(small_llama(), lora_dropout=0.2), HARD),
+    "bfloat16 weights": (lambda: small_llama().bfloat16(), {}),
 }
 
 
@@ -93,9 +93,9 @@ def test_without_lambda_it_is_the_stock_trainer_bit_for_bit(tmp_path, stock_of, 
 
 
 def test_off_writes_no_files_of_the_loop(tmp_path):
-    trained(llama(), tmp_path, save_strategy="steps", save_steps=6)
+    trained(small_llama(), tmp_path, save_strategy="steps", save_steps=6)
     assert not [path for path in tmp_path.rglob("scu_*")]
-    trained(llama(), tmp_path / "on", Settings(target_s=0.1), save_strategy="steps", save_steps=6)
+    trained(small_llama(), tmp_path / "on", Settings(target_s=0.1), save_strategy="steps", save_steps=6)
     names = {str(path.relative_to(tmp_path / "on")) for path in (tmp_path / "on").rglob("scu_*")}
     assert names == {"scu_history.json", "scu_config.json", "checkpoint-6/scu_state.json"}
 
@@ -129,12 +129,12 @@ def assert_step_then_decay(tmp_path, make, lam: float, **changes) -> SCUTrainer:
 
 
 ONE_STEP = {
-    "adamw": (lambda: llama(), {}),
-    "accumulation": (lambda: llama(), {"gradient_accumulation_steps": 3}),
-    "clipping": (lambda: llama(), {"max_grad_norm": 0.01}),
-    "bf16 autocast": (lambda: llama(), {"bf16": True}),
-    "weight decay": (lambda: llama(), {"weight_decay": 0.3}),
-    "lora": (lambda: lora(llama()), {"gradient_accumulation_steps": 3}),
+    "adamw": (lambda: small_llama(), {}),
+    "accumulation": (lambda: small_llama(), {"gradient_accumulation_steps": 3}),
+    "clipping": (lambda: small_llama(), {"max_grad_norm": 0.01}),
+    "bf16 autocast": (lambda: small_llama(), {"bf16": True}),
+    "weight decay": (lambda: small_llama(), {"weight_decay": 0.3}),
+    "lora": (lambda: lora(small_llama()), {"gradient_accumulation_steps": 3}),
 }
 
 
@@ -145,13 +145,13 @@ def test_one_step_is_the_stock_step_and_then_the_pull(tmp_path, case):
 
 
 def test_many_steps_are_stock_steps_each_followed_by_the_pull(tmp_path):
-    assert_step_then_decay(tmp_path, llama, lam=1.5, optim="sgd", learning_rate=0.05, **HARD)
+    assert_step_then_decay(tmp_path, small_llama, lam=1.5, optim="sgd", learning_rate=0.05, **HARD)
 
 
 @pytest.mark.parametrize("optim", ["adamw_8bit", "adamw_bnb_8bit"])
 def test_eight_bit_optimizers_are_pulled_like_any_other(tmp_path, optim):
     pytest.importorskip("bitsandbytes", reason="the qlora extra is not installed")
-    found = assert_step_then_decay(tmp_path, lambda: llama(hidden=64), lam=5.0, max_steps=1, optim=optim)
+    found = assert_step_then_decay(tmp_path, lambda: small_llama(hidden=64), lam=5.0, max_steps=1, optim=optim)
     states = found.optimizer.optimizer.state.values()
     assert torch.uint8 in {state["state1"].dtype for state in states}, "no tensor was large enough for 8 bits"
 
@@ -159,7 +159,7 @@ def test_eight_bit_optimizers_are_pulled_like_any_other(tmp_path, optim):
 def test_lambda_times_the_rate_of_this_step_is_what_acts(tmp_path):
     """With a linear schedule each step pulls by lambda times its own rate."""
     schedule = {"optim": "sgd", "lr_scheduler_type": "linear", "max_steps": 4, "learning_rate": 0.02}
-    found = trained(llama(), tmp_path, Settings(law="fixed", lambda_init=5.0), **schedule)
+    found = trained(small_llama(), tmp_path, Settings(law="fixed", lambda_init=5.0), **schedule)
     rows = read_rows(tmp_path / "scu_history.json")
     assert [row["learning_rate"] for row in rows] == pytest.approx([0.02, 0.015, 0.01, 0.005])
     assert [row["shrink"] for row in rows] == pytest.approx([0.1, 0.075, 0.05, 0.025])
@@ -183,7 +183,7 @@ class PenalizedTrainer(Trainer):
         return loss + penalty / self.current_gradient_accumulation_steps
 
 
-@pytest.mark.parametrize("make", [llama, lambda: lora(llama())], ids=["full", "lora"])
+@pytest.mark.parametrize("make", [small_llama, lambda: lora(small_llama())], ids=["full", "lora"])
 def test_penalty_is_what_autograd_makes_of_the_penalized_loss(tmp_path, make):
     changes = {"optim": "sgd", "learning_rate": 0.05, **HARD}
     model = make()
@@ -201,7 +201,7 @@ def test_the_original_law_acts(tmp_path):
     """The published implementation detached its penalty: any lambda gave the same weights."""
     runs = [
         trained(
-            llama(),
+            small_llama(),
             tmp_path / str(lam),
             Settings(law="original", target_s=0.1, lambda_init=lam, lambda_max=1e4, sigma=0.03),
             max_steps=20,
@@ -219,7 +219,7 @@ def test_the_original_law_acts(tmp_path):
 
 def test_two_lambdas_give_two_models(tmp_path):
     runs = [
-        trained(llama(), tmp_path / str(lam), Settings(law="fixed", lambda_init=lam), max_steps=20)
+        trained(small_llama(), tmp_path / str(lam), Settings(law="fixed", lambda_init=lam), max_steps=20)
         for lam in (1.0, 8.0)
     ]
     assert largest_difference(*(weights_of(run.model) for run in runs)) > 1e-2
@@ -227,7 +227,7 @@ def test_two_lambdas_give_two_models(tmp_path):
     assert strong < 0.7 * weak
 
 
-@pytest.mark.parametrize("make", [llama, lambda: lora(llama())], ids=["full", "lora"])
+@pytest.mark.parametrize("make", [small_llama, lambda: lora(small_llama())], ids=["full", "lora"])
 def test_model_law_holds_s_at_the_target(tmp_path, make):
     changes = {"max_steps": 120, "per_device_train_batch_size": 2, "learning_rate": 3e-3}
     run = trained(make(), tmp_path, Settings(target_s=0.1, sigma=0.1), **changes)
@@ -271,7 +271,7 @@ def test_data_bpt_is_the_token_weighted_mean_over_the_window(tmp_path, control_f
     recorder, accumulation = Recorder(), 3
     settings = Settings(law="fixed", lambda_init=0.0, control_frequency=control_frequency)
     changes = {"learning_rate": 0.0, "gradient_accumulation_steps": accumulation, "max_steps": 4}
-    run = trained(llama(), tmp_path, settings, UnevenRows(48), data_collator=recorder, **changes)
+    run = trained(small_llama(), tmp_path, settings, UnevenRows(48), data_collator=recorder, **changes)
     scores = [reference_nats(run.model, batch) for batch in recorder.batches]
     assert len({tokens for _, tokens in scores}) > 3, "batches must differ, or a plain mean would do"
     rows, per_row, seen = read_rows(tmp_path / "scu_history.json"), accumulation * control_frequency, 0
@@ -285,7 +285,7 @@ def test_data_bpt_is_the_token_weighted_mean_over_the_window(tmp_path, control_f
 
 
 def test_the_last_row_describes_the_final_weights(tmp_path):
-    model = llama()
+    model = small_llama()
     start = weights_of(model)
     settings = Settings(sigma=0.2, law="fixed", lambda_init=3.0)
     trained(model, tmp_path, settings, regularization_tokens=TOKENS)
@@ -306,14 +306,14 @@ def test_the_last_row_describes_the_final_weights(tmp_path):
     ids=str,
 )
 def test_n_is_one_pass_over_the_data_however_long_the_run(tmp_path, changes):
-    run = trained(llama(), tmp_path, Settings(target_s=0.1), **changes)
+    run = trained(small_llama(), tmp_path, Settings(target_s=0.1), **changes)
     windows = -(-8 // changes.get("gradient_accumulation_steps", 1))
     first_window = 60.0 * changes.get("gradient_accumulation_steps", 1)
     assert run.regularizer.progress.tokens_n == first_window * windows
 
 
 def test_n_from_settings_beats_n_from_the_caller(tmp_path):
-    run = trained(llama(), tmp_path, Settings(target_s=0.1, tokens=77), regularization_tokens=TOKENS)
+    run = trained(small_llama(), tmp_path, Settings(target_s=0.1, tokens=77), regularization_tokens=TOKENS)
     config = read_json(tmp_path / "scu_config.json")
     assert run.regularizer.progress.tokens_n == config["tokens_n"] == 77
     assert config["resolved"]["max_steps"] == 6
@@ -321,7 +321,7 @@ def test_n_from_settings_beats_n_from_the_caller(tmp_path):
 
 
 def test_logs_carry_the_newest_decision(tmp_path):
-    run = trained(llama(), tmp_path, Settings(target_s=0.1), logging_steps=3)
+    run = trained(small_llama(), tmp_path, Settings(target_s=0.1), logging_steps=3)
     rows = {row["step"]: row for row in read_rows(tmp_path / "scu_history.json")}
     logged = [entry for entry in run.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [3, 6]
@@ -347,12 +347,14 @@ def with_scaler(scale: float):
 def test_scaled_gradients_get_a_scaled_penalty(tmp_path, actuator):
     settings = Settings(law="fixed", lambda_init=20.0, actuator=actuator)
     runs = [
-        trained(llama(), tmp_path / str(scale), settings, prepare=with_scaler(scale), max_grad_norm=0.0, max_steps=4)
+        trained(
+            small_llama(), tmp_path / str(scale), settings, prepare=with_scaler(scale), max_grad_norm=0.0, max_steps=4
+        )
         for scale in (1.0, 1024.0)
     ]
     assert runs[1]._loss_scale() == 1024.0
     assert_close(weights_of(runs[1].model), weights_of(runs[0].model), relative=1e-5)
-    plain = trained(llama(), tmp_path / "plain", settings, max_grad_norm=0.0, max_steps=4)
+    plain = trained(small_llama(), tmp_path / "plain", settings, max_grad_norm=0.0, max_steps=4)
     assert plain._loss_scale() == 1.0
     assert_close(weights_of(plain.model), weights_of(runs[0].model), relative=1e-5)
 
@@ -361,14 +363,14 @@ def test_steps_that_overflow_are_neither_pulled_nor_measured(tmp_path):
     """The scale starts so high that gradients overflow: the optimizer skips these steps, and so does the loop."""
     settings = Settings(law="fixed", lambda_init=5.0)
     changes = {"max_grad_norm": 0.0, "max_steps": 6, "optim": "sgd"}
-    start = weights_of(llama())
+    start = weights_of(small_llama())
     seen = []
 
     class Watch(TrainerCallback):
         def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
             seen.append((optimizer.step_was_skipped, same(weights_of(model), start)))
 
-    run = trained(llama(), tmp_path, settings, prepare=with_scaler(2.0**127), callbacks=[Watch()], **changes)
+    run = trained(small_llama(), tmp_path, settings, prepare=with_scaler(2.0**127), callbacks=[Watch()], **changes)
     skipped = [index + 1 for index, (was_skipped, _) in enumerate(seen) if was_skipped]
     assert 0 < len(skipped) < 6
     assert skipped == list(range(1, len(skipped) + 1))
@@ -383,7 +385,7 @@ def test_steps_that_overflow_are_neither_pulled_nor_measured(tmp_path):
 
 
 def test_a_run_without_a_target_shows_s_as_a_measurement(tmp_path):
-    run = trained(llama(), tmp_path, Settings(sigma=0.05), logging_steps=3, max_steps=6)
+    run = trained(small_llama(), tmp_path, Settings(sigma=0.05), logging_steps=3, max_steps=6)
     loop = run.loop("regularization")
     rows, figures = read_rows(tmp_path / "scu_history.json"), loop.figures()
     found = figures["regularization"]
@@ -397,7 +399,7 @@ def test_a_run_without_a_target_shows_s_as_a_measurement(tmp_path):
 
 def test_where_s_cannot_be_measured_training_goes_on_and_says_so(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="scu_trainer"):
-        run = SCUTrainer(llama().half(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings())
+        run = SCUTrainer(small_llama().half(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings())
     loop = run.loop("regularization")
     assert "S is not measured: trainable weight" in caplog.text and "is float16" in caplog.text
     assert loop.lines(loop.figures())[0][1].startswith("not measured: trainable weight")
@@ -409,7 +411,9 @@ def test_where_s_cannot_be_measured_training_goes_on_and_says_so(tmp_path, caplo
 
 def test_float16_weights_are_refused_before_training(tmp_path):
     with pytest.raises(ControlError, match="is float16"):
-        SCUTrainer(llama().half(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings(target_s=0.1))
+        SCUTrainer(
+            small_llama().half(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings(target_s=0.1)
+        )
 
 
 def test_sharded_weights_are_refused_before_training(tmp_path, monkeypatch):
@@ -421,14 +425,14 @@ def test_sharded_weights_are_refused_before_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "__init__", launched)
     with pytest.raises(ControlError, match="use DDP"):
-        SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings(target_s=0.1))
-    SCUTrainer(llama(), arguments(tmp_path), train_dataset=Rows())
+        SCUTrainer(small_llama(), arguments(tmp_path), train_dataset=Rows(), regularization=Settings(target_s=0.1))
+    SCUTrainer(small_llama(), arguments(tmp_path), train_dataset=Rows())
 
 
 def test_operations_are_those_of_the_stock_trainer(tmp_path):
     """Rows of several lengths: the weights are counted once, the inputs in every step."""
-    expected = stock(llama(), tmp_path / "stock", UnevenRows(), data_collator=pad, max_steps=4)
-    ours = trained(llama(), tmp_path / "ours", dataset=UnevenRows(), data_collator=pad, max_steps=4)
+    expected = stock(small_llama(), tmp_path / "stock", UnevenRows(), data_collator=pad, max_steps=4)
+    ours = trained(small_llama(), tmp_path / "ours", dataset=UnevenRows(), data_collator=pad, max_steps=4)
     assert ours.state.total_flos == expected.state.total_flos > 0
     again = dict.fromkeys(("input_ids", "labels"), torch.zeros(3, 7, dtype=torch.int64))
     assert ours.floating_point_ops(again) == expected.floating_point_ops(again)
@@ -445,8 +449,10 @@ class CountsItsWay(Trainer):
 def test_operations_of_a_trainer_that_counts_its_own_way_are_counted_so(tmp_path):
     given = {"data_collator": pad, "train_dataset": UnevenRows()}
     trainers = [
-        CountsItsWay(llama(), arguments(tmp_path / "stock", max_steps=4), **given),
-        with_loops(CountsItsWay)(llama(), arguments(tmp_path / "ours", max_steps=4), memory=MemorySettings(), **given),
+        CountsItsWay(small_llama(), arguments(tmp_path / "stock", max_steps=4), **given),
+        with_loops(CountsItsWay)(
+            small_llama(), arguments(tmp_path / "ours", max_steps=4), memory=MemorySettings(), **given
+        ),
     ]
     for trainer in trainers:
         trainer.train()
