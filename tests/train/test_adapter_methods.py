@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,10 +47,15 @@ METHODS = {
 RATE = 5e-3
 
 
+def _llama(name: str):
+    """With the second layer for the methods that tell layers apart."""
+    return tiny.llama(layers=2 if name == "one layer" else 1)
+
+
 def _ours(name: str, seed: int = 1):
     settings = ModelSettings(lora_r=4, lora_alpha=8, **METHODS[name][0])
     torch.manual_seed(seed)
-    return prepare_for_tuning(tiny.llama(), settings), settings
+    return prepare_for_tuning(_llama(name), settings), settings
 
 
 def _of_peft(name: str):
@@ -56,8 +63,8 @@ def _of_peft(name: str):
     shared = {"task_type": "CAUSAL_LM", "target_modules": TARGETS, "r": 4}
     torch.manual_seed(1)
     if words is None:
-        return get_peft_model(tiny.llama(), VeraConfig(**shared))
-    return get_peft_model(tiny.llama(), LoraConfig(**shared, lora_alpha=8, **words))
+        return get_peft_model(_llama(name), VeraConfig(**shared))
+    return get_peft_model(_llama(name), LoraConfig(**shared, lora_alpha=8, **words))
 
 
 def _optimizer(kind, name: str, model, training):
@@ -71,7 +78,7 @@ def _optimizer(kind, name: str, model, training):
 
 
 def _train(kind, name: str, model, folder, **loops):
-    training = tiny.arguments(folder, max_steps=4, learning_rate=RATE, per_device_train_batch_size=4)
+    training = tiny.arguments(folder, max_steps=3, learning_rate=RATE, per_device_train_batch_size=4)
     trainer = kind(
         model=model,
         args=training,
@@ -179,6 +186,7 @@ def test_dora_has_no_prior_at_zero():
 
 # -- a run by the command ----------------------------------------------------------------------------------------------
 
+ONE_STEP = ["--max_steps", "1"]
 TOKENS = ["<tool>", "<result>"]
 RUNS = {
     "rslora": ["--use_rslora"],
@@ -194,7 +202,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    return tiny.saved_llama(tmp_path_factory.mktemp("base"))
+    return tiny.saved_llama(tmp_path_factory.mktemp("base"), layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -212,6 +220,19 @@ def flags(base, tmp_path_factory) -> list[str]:
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
+@pytest.fixture(scope="module")
+def whole_run(flags, tmp_path_factory) -> Callable[[str], Path]:
+    """Name of an adapter -> the folder of its whole run, which is made when it is first asked for."""
+
+    @functools.cache
+    def folder_of(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        assert cli.main(["train", *flags, *RUNS[name], "--output_dir", str(folder)]) == 0
+        return folder
+
+    return folder_of
+
+
 def _logits(model) -> torch.Tensor:
     ids = torch.arange(3, 40).unsqueeze(0)
     with torch.no_grad():
@@ -219,9 +240,8 @@ def _logits(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_resumes_exactly_loads_with_plain_peft_and_merges(name, flags, base, tmp_path, capsys):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert cli.main(["train", *flags, *RUNS[name], "--output_dir", str(whole)]) == 0
+def test_a_run_resumes_exactly_loads_with_plain_peft_and_merges(name, flags, base, whole_run, tmp_path, capsys):
+    whole, parts = whole_run(name), tmp_path / "parts"
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoint-4")
     for left in ("adapter_model.safetensors", "scu_metrics.json"):
@@ -271,25 +291,22 @@ def test_rounding_of_what_is_left_of_a_layer_is_no_other_base(name):
     assert None is not _digests_of_fixed_weights(parts)["base"] != before
 
 
-def test_new_tokens_are_trained_and_nothing_else_of_the_embedding(flags, base, tmp_path):
-    run = tmp_path / "run"
-    assert cli.main(["train", *flags, "--new_tokens", *TOKENS, "--output_dir", str(run)]) == 0
+def test_new_tokens_are_trained_and_nothing_else_of_the_embedding(flags, whole_run, tmp_path):
+    run = whole_run("new tokens")
     assert AutoTokenizer.from_pretrained(run).tokenize("a<tool>b")[1] == "<tool>"
     saved = load_file(run / "adapter_model.safetensors")
     rows = [tensor for key, tensor in saved.items() if "trainable_tokens" in key or "token_adapter" in key]
     assert rows and all(len(tensor) == len(TOKENS) for tensor in rows)
-    again = ["train", *flags, "--adapter_name_or_path", str(run), "--output_dir", str(tmp_path / "on"), "--lora_r", "4"]
+    again = ["train", *flags, *ONE_STEP, "--adapter_name_or_path", str(run), "--output_dir", str(tmp_path / "on")]
     assert cli.main(again) == 0
     assert (tmp_path / "on" / "adapter_model.safetensors").is_file()
 
 
 def test_an_adapter_is_gone_on_with_and_said(flags, base, tmp_path, capsys):
-    first = tmp_path / "first"
-    assert cli.main(["train", *flags, "--output_dir", str(first)]) == 0
+    first, one_step = tmp_path / "first", ["train", *flags, *ONE_STEP]
+    assert cli.main([*one_step, "--output_dir", str(first)]) == 0
     capsys.readouterr()
-    assert (
-        cli.main(["train", *flags, "--adapter_name_or_path", str(first), "--output_dir", str(tmp_path / "second")]) == 0
-    )
+    assert cli.main([*one_step, "--adapter_name_or_path", str(first), "--output_dir", str(tmp_path / "second")]) == 0
     assert f"continues training the adapter {first}: rank 4, of {base}" in capsys.readouterr().out.replace("\n", "")
     other = tiny.saved_llama(tmp_path / "other", seed=5)
     words = [*flags, "--model_name_or_path", str(other), "--adapter_name_or_path", str(first)]
@@ -301,8 +318,8 @@ def test_an_adapter_without_a_rank_is_gone_on_with(flags, base, tmp_path, capsys
     words = {"task_type": "CAUSAL_LM", "target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), IA3Config(**words))
     adapter.save_pretrained(tmp_path / "first")
-    command = ["train", *flags, "--adapter_name_or_path", str(tmp_path / "first"), "--output_dir", str(tmp_path / "on")]
-    assert cli.main(command) == 0
+    goes_on = ["--adapter_name_or_path", str(tmp_path / "first"), "--output_dir", str(tmp_path / "on")]
+    assert cli.main(["train", *flags, *ONE_STEP, *goes_on]) == 0
     assert f"first: IA3, of {base}" in capsys.readouterr().out.replace("\n", "")
 
 
