@@ -430,7 +430,7 @@ def flags(tmp_path) -> list[str]:
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": f"Line {i} of a text. " * 9}) + "\n" for i in range(16)))
     options = {
-        "model_name_or_path": tiny.saved_llama(tmp_path / "model"),
+        "model_name_or_path": tiny.saved_llama(tmp_path / "model", layers=1),
         "dataset": documents,
         "block_size": 32,
         "validation_split_percentage": 0,
@@ -441,6 +441,7 @@ def flags(tmp_path) -> list[str]:
         "cache_dir": tmp_path / "cache",
         "report_to": "none",
         "use_cpu": "true",
+        "predict_memory": "false",
         "resume_from_checkpoint": "auto",
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
