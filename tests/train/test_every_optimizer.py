@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from transformers.training_args import OptimizerNames
@@ -51,6 +53,12 @@ def train(folder, optim: str, **changes):
     return trained(llama(hidden=64, layers=1), folder, **options, **changes)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """optim -> its trainer after a whole training."""
+    return functools.cache(lambda optim: train(tmp_path_factory.mktemp("undisturbed"), optim))
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:This implementation of AdamW:FutureWarning")  # galore-torch, of itself
 
 
@@ -59,27 +67,26 @@ def test_the_list_is_of_those_that_people_name():
 
 
 @every_optimizer
-def test_out_of_memory_in_its_steps_changes_no_bit(optim, tmp_path):
-    undisturbed, faults = train(tmp_path / "a", optim), FailingSteps()
-    recovered = train(tmp_path / "b", optim, callbacks=[faults])
+def test_out_of_memory_in_its_steps_changes_no_bit(optim, undisturbed, tmp_path):
+    faults = FailingSteps()
+    recovered = train(tmp_path, optim, callbacks=[faults])
     assert faults.raised or optim == "adamw_torch_fused"  # which allocates nothing that could fail
-    assert same(weights_of(recovered.model), weights_of(undisturbed.model))
-    assert same(state_of(recovered), state_of(undisturbed))
+    assert same(weights_of(recovered.model), weights_of(undisturbed(optim).model))
+    assert same(state_of(recovered), state_of(undisturbed(optim)))
 
 
 @every_optimizer
-def test_resumed_is_uninterrupted(optim, tmp_path):
-    whole = train(tmp_path / "whole", optim)
-    train(tmp_path / "parts", optim, callbacks=[StopAt(3)])
-    resumed = train(tmp_path / "parts", optim, resume=True)
+def test_resumed_is_uninterrupted(optim, undisturbed, tmp_path):
+    train(tmp_path, optim, callbacks=[StopAt(3)])
+    resumed = train(tmp_path, optim, resume=True)
     assert resumed.state.global_step == 6
-    assert same(weights_of(resumed.model), weights_of(whole.model))
-    assert same(state_of(resumed), state_of(whole))
+    assert same(weights_of(resumed.model), weights_of(undisturbed(optim).model))
+    assert same(state_of(resumed), state_of(undisturbed(optim)))
 
 
 @every_optimizer
-def test_what_the_plan_counts_is_in_its_state(optim, tmp_path):
-    trainer = train(tmp_path, optim)
+def test_what_the_plan_counts_is_in_its_state(optim, undisturbed):
+    trainer = undisturbed(optim)
     sizes = [tensor.nbytes for tensor in state_of(trainer).values() if tensor.numel() > 1]
     weights = [p.numel() for p in trainer.model.parameters()]
     counted = state_bytes(optim, 4 * sum(weights), sum(weights))
