@@ -35,7 +35,7 @@ LOOPS = {
     "regularization": RegularizationSettings(target_s=1e-6, control_frequency=2),
     "regularization_tokens": 1e4,
     "curriculum": CurriculumSettings("noise_guard"),
-    "efficiency": EfficiencySettings(ema_decay=0.9, throughput=True, peak_tflops=1.0),
+    "efficiency": EfficiencySettings(ema_decay=0.9),
     "safety": SafetySettings(),
 }
 PENALTY = RegularizationSettings(law="original", target_s=1e-6)
@@ -97,7 +97,7 @@ KINDS = {
     "penalty": {"regularization": PENALTY},
     "average": {"subject": "half precision"},  # of float32 weights it takes no memory
     "losses of rows": {},
-    "tokens": {},
+    "tokens": {"efficiency": EfficiencySettings(ema_decay=0.9, throughput=True, peak_tflops=1.0)},
 }
 
 
