@@ -31,8 +31,8 @@ from scu_trainer.train.retention.loop import BASE_FILE, Retention
 from scu_trainer.train.retention.replay import NO_NUMBER, Replay, joined_rows
 from scu_trainer.train.retention.sampled import MOST_DOCUMENTS, sampled_text
 from scu_trainer.train.retention.verdict import _measure_loss_increase
-from tests import processes
-from tests.tiny import VOCAB, Rows, llama, lora, same, saved_llama, trained, weights_of
+from tests import processes, tiny
+from tests.tiny import VOCAB, Rows, lora, same, saved_llama, trained, weights_of
 from tests.train.test_resume import StopAt
 
 COLLATE = Collator(pad_token_id=2)
@@ -72,6 +72,10 @@ def anchor(replays: bool = True, fingerprint: str = "one") -> Anchor:
 @pytest.fixture(scope="module")
 def base():
     return base_weights()
+
+
+def llama():
+    return tiny.llama(layers=1)
 
 
 def base_weights() -> dict[str, torch.Tensor]:
@@ -157,24 +161,31 @@ def test_the_update_is_scaled_to_the_budget(base, tmp_path, tuning):
     assert ("own_text" in found) == (tuning == "lora")
 
 
-@pytest.mark.parametrize("is_given", [True, False])
-def test_an_adapter_that_goes_on_is_not_scaled_back_to_its_base(tmp_path, is_given):
-    """The anchor is what the adapter has learned before, so that without it more would be lost."""
-
-    def start():
-        return lora(llama(), r=8)
-
-    model = start()
+@pytest.fixture(scope="module")
+def adapter() -> dict[str, torch.Tensor]:
+    """State of a model whose adapter has learned the anchor."""
+    model = lora(llama(), r=8)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=2e-2)
     for _ in range(150):
         optimizer.zero_grad()
         model(input_ids=OLD_ROWS.tokens, labels=OLD_ROWS.tokens).loss.backward()
         optimizer.step()
-    begun = {name: weight.clone() for name, weight in model.state_dict().items()}
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_an_adapter_that_goes_on_is_not_scaled_back_to_its_base(adapter, tmp_path, is_given):
+    """The anchor is what the adapter has learned before, so that without it more would be lost."""
+
+    def start():
+        model = lora(llama(), r=8)
+        model.load_state_dict(adapter)
+        return model
+
     loop = retention(None, {"retain_budget_bits": 0.05})
     if is_given:
-        loop.base = lambda: (copy := start(), copy.load_state_dict(begun))[0]
-    after = learned(None, tmp_path, loop, model, learning_rate=2e-2).model
+        loop.base = start
+    after = learned(None, tmp_path, loop, start(), learning_rate=2e-2).model
     found = loop.figures()["retention"]
     assert found["lost_bits_of_the_whole_update"]["value"] > 0.2
     if is_given:
@@ -184,7 +195,7 @@ def test_an_adapter_that_goes_on_is_not_scaled_back_to_its_base(tmp_path, is_giv
         assert found["scale"] == 1.0 and found["lost_bits"] == found["lost_bits_of_the_whole_update"]
         assert any("the update is left whole: without it" in notice for notice in loop.notices)
         assert _measure_loss_increase(loop, "unseen", 0.95).value == found["lost_bits"]["value"]
-    assert not same(weights_of(after), {name: begun[name] for name in weights_of(after)})
+    assert not same(weights_of(after), {name: adapter[name] for name in weights_of(after)})
 
 
 def test_an_update_that_cannot_be_scaled_is_left_and_said(base, tmp_path):
