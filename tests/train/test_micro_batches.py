@@ -131,19 +131,19 @@ CLASSIFIER = {"changes": {"gradient_accumulation_steps": 3, "max_steps": 4}}
 
 CASES = {
     "causal": Case(tiny.llama, uneven, "num_items", changes=epoch(1)),
-    "causal, accumulation 2": Case(tiny.llama, uneven, "num_items", changes=epoch(2)),
-    "causal, accumulation 3": Case(tiny.llama, uneven, "num_items", changes=epoch(3)),
-    "causal, automatic cap": Case(tiny.llama, uneven, "num_items", MemorySettings(), epoch(3)),
+    "causal, accumulation 2": Case(tiny.small_llama, uneven, "num_items", changes=epoch(2)),
+    "causal, accumulation 3": Case(tiny.small_llama, uneven, "num_items", changes=epoch(3)),
+    "causal, automatic cap": Case(tiny.small_llama, uneven, "num_items", MemorySettings(), epoch(3)),
     "causal, not told the count": Case(
-        lambda: Untold(tiny.llama()), learned_from_the_first, "shifted_labels", changes=epoch(3)
+        lambda: Untold(tiny.small_llama()), learned_from_the_first, "shifted_labels", changes=epoch(3)
     ),
-    "label smoothing": Case(tiny.llama, uneven, "num_items", changes={**epoch(3), "label_smoothing_factor": 0.1}),
+    "label smoothing": Case(tiny.small_llama, uneven, "num_items", changes={**epoch(3), "label_smoothing_factor": 0.1}),
     "packed rows without mask": Case(
-        tiny.llama, packed, "num_items", MemorySettings(token_cap=32), {**epoch(3), "data_collator": stacked}
+        tiny.small_llama, packed, "num_items", MemorySettings(token_cap=32), {**epoch(3), "data_collator": stacked}
     ),
-    "lora": Case(lambda: tiny.lora(tiny.llama()), uneven, "num_items", changes=epoch(3)),
+    "lora": Case(lambda: tiny.lora(tiny.small_llama()), uneven, "num_items", changes=epoch(3)),
     "gradient checkpointing": Case(
-        tiny.llama, uneven, "num_items", changes={**epoch(2), "activation_checkpointing": True}
+        tiny.small_llama, uneven, "num_items", changes={**epoch(2), "activation_checkpointing": True}
     ),
     "t5": Case(tiny.t5, pairs, "labels", changes={"gradient_accumulation_steps": 2, "max_steps": 4}),
     "bart": Case(tiny.bart, pairs, "labels", changes={"gradient_accumulation_steps": 2, "max_steps": 4}, double=True),
@@ -202,10 +202,10 @@ def test_chunked_gives_the_stock_gradient(tmp_path, name, dtype, bound):
 
 UNCUT = {
     "causal": (tiny.llama, Rows, {}),
-    "dropout": (lambda: tiny.llama(attention_dropout=0.3), Rows, {}),
-    "bf16 autocast": (tiny.llama, Rows, {"bf16": True}),
-    "bfloat16 weights": (lambda: tiny.llama().bfloat16(), Rows, {}),
-    "lora with dropout": (lambda: tiny.lora(tiny.llama(), lora_dropout=0.3), Rows, {}),
+    "dropout": (lambda: tiny.small_llama(attention_dropout=0.3), Rows, {}),
+    "bf16 autocast": (tiny.small_llama, Rows, {"bf16": True}),
+    "bfloat16 weights": (lambda: tiny.small_llama().bfloat16(), Rows, {}),
+    "lora with dropout": (lambda: tiny.lora(tiny.small_llama(), lora_dropout=0.3), Rows, {}),
     "a mean over two batches": (lambda: tiny.bert(BertForSequenceClassification), lambda: even_labelled(), {}),
     "images": (tiny.vit, images, {}),
     "batch norm": (tiny.conv_net, images, {}),
@@ -249,10 +249,10 @@ def test_without_pressure_rows_of_one_size_give_the_stock_run_bit_for_bit(tmp_pa
 @pytest.mark.parametrize("rows", [Rows, UnevenRows])
 def test_off_is_the_stock_run_bit_for_bit(tmp_path, settings, rows):
     changes = {"gradient_accumulation_steps": 2, "optim": "adamw_torch_fused"}
-    expected, _ = compared(tiny.llama(attention_dropout=0.3), tmp_path, dataset=rows(), **changes)
+    expected, _ = compared(tiny.small_llama(attention_dropout=0.3), tmp_path, dataset=rows(), **changes)
     end_of_stock = torch.get_rng_state()
     arguments = tiny.arguments(tmp_path, logging_steps=1, max_grad_norm=0.0, **changes)
-    model = tiny.llama(attention_dropout=0.3)
+    model = tiny.small_llama(attention_dropout=0.3)
     found = SCUTrainer(model, arguments, train_dataset=rows(), data_collator=tiny.pad, memory=settings)
     found.train()
     assert found.micro_batches is None and found.prediction is None
@@ -263,23 +263,23 @@ def test_off_is_the_stock_run_bit_for_bit(tmp_path, settings, rows):
 
 def test_a_token_cap_works_without_memory_control(tmp_path):
     settings = MemorySettings(memory_control=False, token_cap=24)
-    expected, _ = compared(tiny.llama(), tmp_path, dataset=uneven(), **epoch(3))
-    found, _ = compared(tiny.llama(), tmp_path, settings, uneven(), **epoch(3))
+    expected, _ = compared(tiny.small_llama(), tmp_path, dataset=uneven(), **epoch(3))
+    found, _ = compared(tiny.small_llama(), tmp_path, settings, uneven(), **epoch(3))
     assert error_of(weights_of(found.model), weights_of(expected.model)) <= 1e-6
     assert found.micro_batches.loop.statistics.processed_tokens < found.micro_batches.loop.statistics.stock_tokens
     assert found.micro_batches.loop.gauge is None
 
 
 def test_logged_losses_are_those_of_the_stock_run(tmp_path):
-    expected, _ = compared(tiny.llama(), tmp_path, dataset=uneven(), **epoch(3))
-    found, _ = compared(tiny.llama(), tmp_path, SPLIT, uneven(), **epoch(3))
+    expected, _ = compared(tiny.small_llama(), tmp_path, dataset=uneven(), **epoch(3))
+    found, _ = compared(tiny.small_llama(), tmp_path, SPLIT, uneven(), **epoch(3))
     assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-6)
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def shapes_in(tmp_path, settings: MemorySettings, rows=UnevenRows, make=tiny.llama, **changes):
+def shapes_in(tmp_path, settings: MemorySettings, rows=UnevenRows, make=tiny.small_llama, **changes):
     """(rows, tokens) of every batch that the model was trained on, by window."""
     windows: list[list[tuple[int, ...]]] = []
 
