@@ -25,7 +25,7 @@ from scu_trainer.train.checkpoints.selection import newest_checkpoint
 from scu_trainer.train.run_directory.directory_lock import RunDirectoryLock
 from scu_trainer.train.run_directory.resume import AUTO, Request, decide
 from scu_trainer.train.trainer import SCUTrainer
-from tests.tiny import Rows, arguments, llama, same, saved_llama, trained, weights_of
+from tests.tiny import Rows, arguments, same, saved_llama, small_llama, trained, weights_of
 
 STEPS = {"max_steps": 6, "lr_scheduler_type": "linear"}
 SAVED = {**STEPS, "save_strategy": "steps", "save_steps": 2}
@@ -46,20 +46,20 @@ def folder_of(tmp_path_factory, name: str, train: Callable[[Path], Any]) -> Path
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory, "ours", lambda folder: trained(llama(), folder, **SAVED))
+    return folder_of(tmp_path_factory, "ours", lambda folder: trained(small_llama(), folder, **SAVED))
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> Path:
     def train(folder: Path) -> None:
-        Trainer(llama(), arguments(folder, **SAVED), train_dataset=Rows()).train()
+        Trainer(small_llama(), arguments(folder, **SAVED), train_dataset=Rows()).train()
 
     return folder_of(tmp_path_factory, "stock", train)
 
 
 @pytest.fixture(scope="module")
 def looped(tmp_path_factory) -> Path:
-    return folder_of(tmp_path_factory, "looped", lambda folder: trained(llama(), folder, **SAVED, **LOOPS))
+    return folder_of(tmp_path_factory, "looped", lambda folder: trained(small_llama(), folder, **SAVED, **LOOPS))
 
 
 def copied(run: Path, to: Path, *steps: int) -> Path:
@@ -86,7 +86,7 @@ WISHES = {
 def test_a_wrong_wish_is_told_as_the_stock_trainer_tells_it(tmp_path, wish, exists, loops):
     told, folder = [], tmp_path / "run"
     for kind, extra in ((Trainer, {}), (SCUTrainer, loops)):
-        trainer = kind(llama(), arguments(folder), train_dataset=Rows(), **extra)
+        trainer = kind(small_llama(), arguments(folder), train_dataset=Rows(), **extra)
         folder.mkdir() if exists and not folder.exists() else None
         with pytest.raises(Exception) as caught:
             trainer.train(resume_from_checkpoint=WISHES[wish](folder))
@@ -147,7 +147,7 @@ EDITS: dict[str, tuple[Callable[[Path], Any], str, bool]] = {
 
 
 def resumed(kind: type, checkpoint: Any, folder: Path, **loops) -> Trainer:
-    trainer = kind(llama(seed=3), arguments(folder, **STEPS), train_dataset=Rows(), **loops)
+    trainer = kind(small_llama(seed=3), arguments(folder, **STEPS), train_dataset=Rows(), **loops)
     trainer.train(resume_from_checkpoint=checkpoint)
     return trainer
 
@@ -177,11 +177,11 @@ def test_an_optimizer_that_starts_over_is_said(stock, tmp_path, caplog, missing)
 
 
 def test_weights_alone_are_refused_with_what_takes_them_in_python(tmp_path):
-    trained(llama(), tmp_path, **SAVED, save_only_model=True, memory=MemorySettings())
+    trained(small_llama(), tmp_path, **SAVED, save_only_model=True, memory=MemorySettings())
     with pytest.raises(CheckpointError, match=r"in Python safety=SafetySettings\(weights_only=True\)"):
-        trained(llama(), tmp_path, resume=True, **STEPS, memory=MemorySettings())
+        trained(small_llama(), tmp_path, resume=True, **STEPS, memory=MemorySettings())
     more = {**STEPS, "max_steps": 8, "safety": SafetySettings(weights_only=True)}
-    assert trained(llama(), tmp_path, resume=True, **more, memory=MemorySettings()).state.global_step == 8
+    assert trained(small_llama(), tmp_path, resume=True, **more, memory=MemorySettings()).state.global_step == 8
 
 
 class SecondRank(SCUTrainer):
@@ -300,7 +300,7 @@ def test_what_is_no_folder_is_passed_over(ours, tmp_path, caplog, entry):
     with pytest.raises(CheckpointError, match="checkpoint-6 cannot be resumed from: it is not a folder"):
         resumed(SCUTrainer, str(run / "checkpoint-6"), run)
     NO_FOLDERS[entry](run / "checkpoint-4")
-    trainer = trained(llama(), run, resume=True, **SAVED)  # and its own checkpoints take their names
+    trainer = trained(small_llama(), run, resume=True, **SAVED)  # and its own checkpoints take their names
     assert trainer._initial_global_step == 2
     assert [examine(run / f"checkpoint-{step}", 1).fault for step in (2, 4, 6)] == [None] * 3
 
@@ -377,7 +377,7 @@ def test_a_broken_file_of_one_that_is_named_is_one_line(looped, tmp_path, name, 
     HARMS[name][number](checkpoint / name)
     (checkpoint / files.MANIFEST).unlink()
     with pytest.raises(CheckpointError) as caught:
-        trained(llama(), tmp_path / "run", resume=str(checkpoint), **STEPS, **LOOPS)
+        trained(small_llama(), tmp_path / "run", resume=str(checkpoint), **STEPS, **LOOPS)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -476,7 +476,7 @@ def test_one_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, mon
             monkeypatch.setattr(Path, "mkdir", refused)
 
     with pytest.raises(type(error)) as caught:
-        trained(llama(), tmp_path, prepare=fails, **SAVED)
+        trained(small_llama(), tmp_path, prepare=fails, **SAVED)
     assert caught.value is error
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2"}
     assert newest_checkpoint(tmp_path, 1)[0] == tmp_path / "checkpoint-2"
@@ -488,7 +488,7 @@ def test_one_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path, mon
 def test_the_command_ends_in_one_line_or_takes_the_older(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "The cat sat on mat {i}."}}\n' * 3 for i in range(9)))
     options = {
-        "model_name_or_path": saved_llama(tmp_path / "model"),
+        "model_name_or_path": saved_llama(tmp_path / "model", layers=1),
         "dataset": tmp_path / "rows.jsonl",
         "block_size": 32,
         "max_steps": 4,
