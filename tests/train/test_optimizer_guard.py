@@ -343,12 +343,13 @@ def test_guarded_steps_are_bitwise_the_stock_steps(name):
 @every_optimizer
 def test_a_fault_at_any_operation_changes_nothing(name, step):
     """In the first step, which makes the state, and in the next."""
-    shapes = ((80, 64), (7,), (33, 5))
+    is_large = name.startswith("bnb")  # small weights have their state in 32 bits
+    shapes = ((80, 64) if is_large else (20, 10), (7,), (33, 5))
     expected = after(name, step, shapes)
 
     def run(mode) -> tuple:
         weights = Weights(name, shapes)
-        guard = weights.guard(part_bytes=10_000)  # two parts, or one per group if fused
+        guard = weights.guard(part_bytes=10_000 if is_large else 700)  # two parts, or one per group if fused
         for _ in range(step - 1):
             weights.step()
         with attached(guard):
