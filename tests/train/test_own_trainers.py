@@ -30,16 +30,17 @@ from tests.train.test_curriculum_faults import NormalizedNet
 
 CUT = MemorySettings(token_cap=24)
 PARTS = "gets the gradient of each micro-batch"
-STEPS, ACCUMULATION = 6, 2
+STEPS, ACCUMULATION = 5, 2
 
 
 def run(kind: type[Trainer], folder: Path, model=None, rows=None, arguments=None, resume=None, **given: Any) -> Trainer:
     """``kind`` after a training on uneven rows, two batches of four to a step."""
     rows = rows or {"train_dataset": tiny.UnevenRows(32), "data_collator": tiny.pad}
-    own = {"gradient_accumulation_steps": ACCUMULATION, "logging_steps": 1, "optim": "sgd"}  # Adam hides factors
+    own = {"max_steps": STEPS, "gradient_accumulation_steps": ACCUMULATION, "logging_steps": 1}
+    own["optim"] = "sgd"  # Adam hides factors
     arguments = {**own, **(arguments or {})}
     args = tiny.arguments(folder, **arguments)
-    trainer = kind(model=model or tiny.llama(), args=args, **rows, **given)
+    trainer = kind(model=model or tiny.small_llama(), args=args, **rows, **given)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -117,7 +118,7 @@ def test_what_is_asked_to_measure_s_leaves_no_trace(tmp_path, caplog, kind):
     rows = [{"tokens" if kind is NamesItsBatch else "input_ids": one, "labels": one.clone()} for one in tokens]
     given = {"rows": {"train_dataset": rows}, "arguments": {"remove_unused_columns": False}}
     expected, found = (
-        run(one, tmp_path, tiny.llama(attention_dropout=0.5), callbacks=[InEvaluationMode()], **given, **measured)
+        run(one, tmp_path, tiny.small_llama(attention_dropout=0.5), callbacks=[InEvaluationMode()], **given, **measured)
         for one, measured in ((kind, {}), (with_loops(kind), {"regularization": RegularizationSettings()}))
     )
     assert apart(found, expected) == 0
@@ -130,7 +131,7 @@ class BareLoss(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = tiny.llama()
+        self.model = tiny.small_llama()
 
     def forward(self, input_ids, labels, attention_mask=None):
         return self.model(input_ids=input_ids, labels=labels, attention_mask=attention_mask).loss
@@ -694,7 +695,7 @@ class Taught(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.teacher = tiny.llama().requires_grad_(False)
+        self.teacher = tiny.small_llama().requires_grad_(False)
 
     def follow(self) -> None:
         for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
@@ -843,7 +844,7 @@ class ReplacesTeacher(FollowsInStep):
 
     def follow(self) -> None:
         if self.state.global_step == 3 and not self.is_new:
-            self.is_new, self.teacher = True, tiny.llama(seed=9).requires_grad_(False)
+            self.is_new, self.teacher = True, tiny.small_llama(seed=9).requires_grad_(False)
         if self.state.global_step > 3:
             for old, new in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
                 with torch.no_grad():
@@ -911,7 +912,7 @@ def test_hooks_that_act_in_backward_get_whole_batches(tmp_path, caplog):
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_hook_on_a_weight_is_named_where_batches_may_be_cut(tmp_path, caplog, is_told):
-    model = tiny.llama() if is_told else tiny.conv_net()
+    model = tiny.small_llama() if is_told else tiny.conv_net()
     next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
     rows = None if is_told else {"train_dataset": tiny.images(32)}
     run(SCUTrainer, tmp_path, model, rows, memory=CUT)
@@ -919,7 +920,7 @@ def test_a_hook_on_a_weight_is_named_where_batches_may_be_cut(tmp_path, caplog, 
 
 
 def test_hooks_of_an_adapter_are_linear_and_not_named(tmp_path, caplog):
-    model = get_peft_model(tiny.llama(), OSFConfig(target_modules=["q_proj"]))
+    model = get_peft_model(tiny.small_llama(), OSFConfig(target_modules=["q_proj"]))
     assert any(p._backward_hooks for p in model.parameters())
     found = run(SCUTrainer, tmp_path, model, memory=CUT)
     assert found.micro_batches.reduction.is_exact and PARTS not in caplog.text
@@ -966,7 +967,7 @@ class Gathers(Trainer):
         return loss
 
 def model():
-    made = tiny.llama()
+    made = tiny.small_llama()
     if sys.argv[2] == "allreduce":  # what its own forward does is not in the code of the loss
         def exchange(*_):
             if torch.is_grad_enabled():
@@ -1066,7 +1067,7 @@ def test_a_resume_within_an_epoch_of_a_loader_of_ones_own_says_that_its_batches_
     def run(resume=None) -> Trainer:
         given = tiny.arguments(tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
         trainer = with_loops(Repeats)(
-            tiny.llama(), given, train_dataset=tiny.Rows(8), data_collator=tiny.pad, memory=memory
+            tiny.small_llama(), given, train_dataset=tiny.Rows(8), data_collator=tiny.pad, memory=memory
         )
         trainer.train(resume_from_checkpoint=resume and str(tmp_path / f"checkpoint-{resume}"))
         return trainer
@@ -1085,14 +1086,14 @@ class NamesAsTRL(Trainer):
 
 @pytest.mark.parametrize("loop", [{"memory": MemorySettings()}, {"safety": SafetySettings()}], ids=["memory", "safety"])
 def test_attributes_with_names_of_trl_may_hold_anything(tmp_path, loop):
-    run = with_loops(NamesAsTRL)(tiny.llama(), tiny.arguments(tmp_path), train_dataset=tiny.Rows(8), **loop)
+    run = with_loops(NamesAsTRL)(tiny.small_llama(), tiny.arguments(tmp_path), train_dataset=tiny.Rows(8), **loop)
     assert run.train().global_step == run.args.max_steps
 
 
 @pytest.mark.parametrize("change", ["_get_train_sampler", "dataloader_drop_last"])
 def test_what_is_changed_on_a_made_trainer_meets_the_same_rules(tmp_path, change):
     given = {"train_dataset": tiny.Rows(), "curriculum": CurriculumSettings("token_budget")}
-    trainer = SCUTrainer(tiny.llama(), tiny.arguments(tmp_path), **given)
+    trainer = SCUTrainer(tiny.small_llama(), tiny.arguments(tmp_path), **given)
     setattr(trainer if change.startswith("_") else trainer.args, change, lambda *rows: None)
     with pytest.raises(UserError, match=change):
         trainer.train()
@@ -1166,8 +1167,8 @@ class Generates(Trainer):
 def test_a_batch_is_prepared_once_in_an_evaluation(tmp_path):
     args = tiny.arguments(tmp_path, per_device_eval_batch_size=4, remove_unused_columns=False)
     rows = {"eval_dataset": tiny.UnevenRows(8), "data_collator": list}
-    trainers = [kind(model=tiny.llama(), args=args, **rows) for kind in (Generates,)]
-    trainers.append(with_loops(Generates)(model=tiny.llama(), args=args, memory=MemorySettings(), **rows))
+    trainers = [kind(model=tiny.small_llama(), args=args, **rows) for kind in (Generates,)]
+    trainers.append(with_loops(Generates)(model=tiny.small_llama(), args=args, memory=MemorySettings(), **rows))
     losses = [trainer.evaluate()["eval_loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert [trainer.prepared for trainer in trainers] == [2, 2]
@@ -1223,7 +1224,7 @@ class LooksAtLogits(LlamaForCausalLM):
 def test_a_forward_that_looks_at_the_logits_gets_them(tmp_path, words, caplog):
     def model() -> LooksAtLogits:
         torch.manual_seed(0)
-        config = tiny.llama().config
+        config = tiny.small_llama().config
         config.vocab_size = words
         return LooksAtLogits(config)
 
