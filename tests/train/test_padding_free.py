@@ -86,12 +86,12 @@ def with_adapted_words(**how) -> torch.nn.Module:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(1)
-    return get_peft_model(tiny.llama(), LoraConfig(r=4, **how))
+    return get_peft_model(tiny.small_llama(), LoraConfig(r=4, **how))
 
 
 def with_compiled_layers():
     """As ``layer.compile()`` leaves them, without the compiler."""
-    model = tiny.llama()
+    model = tiny.small_llama()
     for layer in model.model.layers:
         layer._compiled_call_impl = layer._call_impl
     return model
@@ -100,7 +100,7 @@ def with_compiled_layers():
 MODELS = {
     "llama": tiny.llama,
     "absolute positions": tiny.gpt2,
-    "lora": lambda: tiny.lora(tiny.llama()),
+    "lora": lambda: tiny.lora(tiny.small_llama()),
     "lora on the embedding": lambda: with_adapted_words(target_modules=["embed_tokens", "q_proj"]),
     "some words trained": lambda: with_adapted_words(target_modules=["q_proj"], trainable_token_indices=[5, 6]),
     "rows within the window": lambda: gemma3(16),
@@ -123,18 +123,18 @@ def stock_gradients(name, rows=UnevenRows):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradient_are_the_stock_ones(tmp_path, name, way):
-    trainer, found, seen = trained(MODELS[name], tmp_path / "ours", **WAYS[way])
+    trainer, found, seen = trained(MODELS[name], tmp_path / "ours", max_steps=2, **WAYS[way])
     statistics = trainer.micro_batches.loop.statistics
     assert statistics.processed_tokens == statistics.real_tokens < statistics.stock_tokens
     assert sum(rows * time for rows, time in seen) == statistics.real_tokens
-    for gradient, wanted in zip(found.gradients, stock_gradients(name), strict=True):
+    for gradient, wanted in zip(found.gradients, stock_gradients(name)[:2], strict=True):
         assert error_of(gradient, wanted) < 2e-6
 
 
 @pytest.mark.parametrize("is_autocast", [False, True], ids=["bfloat16", "autocast"])
 def test_in_half_precision_the_difference_is_rounding(tmp_path, is_autocast):
     def make():
-        return tiny.llama() if is_autocast else tiny.llama().to(torch.bfloat16)
+        return tiny.small_llama() if is_autocast else tiny.small_llama().to(torch.bfloat16)
 
     _, expected = compared(make(), tmp_path / "stock", None, UnevenRows(), bf16=is_autocast, **WINDOW)
     _, found, seen = trained(make, tmp_path / "ours", bf16=is_autocast)
@@ -146,7 +146,7 @@ def test_in_half_precision_the_difference_is_rounding(tmp_path, is_autocast):
 def test_in_half_precision_the_layers_see_few_sizes(tmp_path, monkeypatch, way):
     """oneDNN compiles kernels for each; in float32 none is."""
     lengths, attention, linear = set(), functional.scaled_dot_product_attention, functional.linear
-    words = tiny.llama().lm_head.out_features
+    words = tiny.small_llama().lm_head.out_features
 
     def attend(query, *others, **how):
         if way != "padded" and is_training() and is_no_question():
@@ -161,8 +161,8 @@ def test_in_half_precision_the_layers_see_few_sizes(tmp_path, monkeypatch, way):
     monkeypatch.setattr(functional, "linear", multiply)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
     memory = MemorySettings(padding_free=way != "padded", token_cap=40)
-    trainer, found, seen = trained(tiny.llama, tmp_path / "ours", memory, bf16=True)
-    _, expected = compared(tiny.llama(), tmp_path / "stock", None, UnevenRows(), bf16=True, **WINDOW)
+    trainer, found, seen = trained(tiny.small_llama, tmp_path / "ours", memory, bf16=True)
+    _, expected = compared(tiny.small_llama(), tmp_path / "stock", None, UnevenRows(), bf16=True, **WINDOW)
     assert error_of(found.gradients[0], expected.gradients[0]) < 2e-2
     assert {time % 8 for _, time in seen} == {length % 8 for length in lengths} | {0} == {0}
     assert all(rows == 1 for rows, _ in seen) == (way != "padded")
@@ -174,7 +174,7 @@ def test_in_half_precision_the_layers_see_few_sizes(tmp_path, monkeypatch, way):
 @pytest.mark.parametrize("most", [13, 44])
 def test_few_sizes_keep_a_token_cap(tmp_path, padding_free, most):
     memory = MemorySettings(padding_free=padding_free, token_cap=most)
-    _, _, seen = trained(tiny.llama, tmp_path, memory, bf16=True)
+    _, _, seen = trained(tiny.small_llama, tmp_path, memory, bf16=True)
     longest = max(rows * time for rows, time in seen)
     assert longest <= most if most > 16 else longest == 16, "rows of more than 13 are of few sizes again"
 
@@ -184,7 +184,7 @@ def test_fp16_on_a_cpu_is_float32_and_stays_as_it_is(tmp_path):
     seen = {}
     for half in (True, False):
         memory = MemorySettings(padding_free=False, token_cap=40)
-        trainer, _, seen[half] = trained(tiny.llama, tmp_path / str(half), memory, fp16=half)
+        trainer, _, seen[half] = trained(tiny.small_llama, tmp_path / str(half), memory, fp16=half)
         assert trainer.micro_batches.loop.busy_tokens == 768
         seen[half].append(weights_of(trainer.model))
     assert same(seen[True].pop(), seen[False].pop()) and seen[True] == seen[False]
@@ -362,14 +362,14 @@ def stacked(rows):
 
 
 STAYS_PADDED = {
-    "padding on the left": (tiny.llama, LeftPadded, {"data_collator": stacked}),
-    "learned padding": (tiny.llama, LearnedPadding, {"data_collator": stacked}),
-    "positions of its own": (tiny.llama, Positioned, {}),
-    "eager attention": (lambda: tiny.llama(attn_implementation="eager"), UnevenRows, {}),
+    "padding on the left": (tiny.small_llama, LeftPadded, {"data_collator": stacked}),
+    "learned padding": (tiny.small_llama, LearnedPadding, {"data_collator": stacked}),
+    "positions of its own": (tiny.small_llama, Positioned, {}),
+    "eager attention": (lambda: tiny.small_llama(attn_implementation="eager"), UnevenRows, {}),
     "layers with a state": (tiny.granite_hybrid, UnevenRows, {}),
     "positions from the mask": (opt, UnevenRows, {}),
     "compiled layers": (with_compiled_layers, UnevenRows, {}),
-    "label smoothing": (tiny.llama, UnevenRows, {"label_smoothing_factor": 0.1}),
+    "label smoothing": (tiny.small_llama, UnevenRows, {"label_smoothing_factor": 0.1}),
 }
 
 
@@ -383,8 +383,8 @@ def test_what_cannot_do_without_padding_is_trained_as_before(tmp_path, name):
 
 def test_padding_that_is_learned_in_few_rows_alone_is_kept_there(tmp_path):
     changes = {**WINDOW, "max_steps": 4, "data_collator": stacked}
-    _, expected = compared(tiny.llama(), tmp_path / "stock", None, RarelyLearnedPadding(), **changes)
-    _, found, seen = trained(tiny.llama, tmp_path / "ours", rows=RarelyLearnedPadding, **changes)
+    _, expected = compared(tiny.small_llama(), tmp_path / "stock", None, RarelyLearnedPadding(), **changes)
+    _, found, seen = trained(tiny.small_llama, tmp_path / "ours", rows=RarelyLearnedPadding, **changes)
     assert {rows == 1 for rows, _ in seen} == {True, False}
     for gradient, wanted in zip(found.gradients, expected.gradients, strict=True):
         assert error_of(gradient, wanted) < 2e-6
@@ -401,8 +401,8 @@ def test_rows_beyond_a_sliding_window_are_padded(tmp_path):
 
 
 def test_rows_of_one_length_are_the_stock_run_bit_for_bit(tmp_path):
-    _, found, seen = trained(tiny.llama, tmp_path / "ours", rows=tiny.Rows)
-    _, expected = compared(tiny.llama(), tmp_path / "stock", None, tiny.Rows(), **WINDOW)
+    _, found, seen = trained(tiny.small_llama, tmp_path / "ours", rows=tiny.Rows)
+    _, expected = compared(tiny.small_llama(), tmp_path / "stock", None, tiny.Rows(), **WINDOW)
     assert all(rows > 1 for rows, _ in seen)
     assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
 
@@ -410,7 +410,7 @@ def test_rows_of_one_length_are_the_stock_run_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     "make, changes, said",
     [
-        (lambda: tiny.llama(attn_implementation="eager"), {}, "attn_implementation is eager; it can be sdpa"),
+        (lambda: tiny.small_llama(attn_implementation="eager"), {}, "attn_implementation is eager; it can be sdpa"),
         (tiny.granite_hybrid, {}, "not all layers use attention over the whole row: some use"),
         (tiny.t5, {"rows": tiny.pairs}, "causal language model .encoder-decoders do not, .*; torch_compile"),
         (opt, {}, "the model fails on two short rows without padding"),
@@ -440,16 +440,16 @@ def test_a_way_that_is_wrong_is_seen_and_not_taken(tmp_path, monkeypatch, caplog
 
     monkeypatch.setattr(padding_free, "_sdpa_arguments", given)
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
-        _, found = compared(tiny.llama(), tmp_path / "auto", MemorySettings(), UnevenRows(), **WINDOW)
+        _, found = compared(tiny.small_llama(), tmp_path / "auto", MemorySettings(), UnevenRows(), **WINDOW)
     assert "padding_free is not used: " in caplog.text
-    _, expected = compared(tiny.llama(), tmp_path / "never", PADDED, UnevenRows(), **WINDOW)
+    _, expected = compared(tiny.small_llama(), tmp_path / "never", PADDED, UnevenRows(), **WINDOW)
     assert all(same(*pair) for pair in zip(found.weights, expected.weights, strict=True))
 
 
 def test_attention_that_was_put_back_since_the_last_training_is_no_hindrance(tmp_path, monkeypatch):
     for turn in range(2):
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
-        compared(tiny.llama(), tmp_path / str(turn), MemorySettings(padding_free=True), UnevenRows(), **WINDOW)
+        compared(tiny.small_llama(), tmp_path / str(turn), MemorySettings(padding_free=True), UnevenRows(), **WINDOW)
 
 
 class Leaky(torch.nn.Module):
@@ -464,7 +464,7 @@ class Leaky(torch.nn.Module):
 
 
 def test_a_row_that_changes_the_next_a_little_is_seen_in_half_precision(tmp_path, caplog):
-    model = tiny.llama().to(torch.bfloat16)
+    model = tiny.small_llama().to(torch.bfloat16)
     model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp)
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         trainer, _ = compared(model, tmp_path, MemorySettings(), UnevenRows(), **WINDOW)
@@ -499,7 +499,7 @@ class AsksForOutputs(SCUTrainer):
 
 def test_a_model_that_is_asked_for_outputs_is_planned_with_padding(tmp_path, caplog):
     seen: list[tuple[int, int]] = []
-    model = tiny.llama()
+    model = tiny.small_llama()
     seen_by(model.model, seen)
     rows = {"data_collator": pad, "train_dataset": UnevenRows()}
     memory = {"memory": MemorySettings(token_cap=24), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
@@ -520,7 +520,7 @@ def test_a_model_that_is_asked_for_outputs_is_planned_with_padding(tmp_path, cap
     assert later and all(rows * time <= 24 for rows, time in later)
 
     caplog.clear()
-    again = AsksForOutputs(tiny.llama(seed=5), arguments(tmp_path, max_steps=4), **rows, **memory)
+    again = AsksForOutputs(tiny.small_llama(seed=5), arguments(tmp_path, max_steps=4), **rows, **memory)
     again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
     assert "from here on" not in caplog.text
     assert same(weights_of(again.model), weights_of(trainer.model))
@@ -529,7 +529,7 @@ def test_a_model_that_is_asked_for_outputs_is_planned_with_padding(tmp_path, cap
 def test_it_is_noticed_whenever_it_begins(tmp_path, caplog):
     rows = {"data_collator": pad, "train_dataset": UnevenRows()}
     memory = {"memory": MemorySettings(token_cap=24), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
-    trainer = AsksForOutputs(tiny.llama(), arguments(tmp_path, max_steps=4), **rows, **memory)
+    trainer = AsksForOutputs(tiny.small_llama(), arguments(tmp_path, max_steps=4), **rows, **memory)
     trainer.from_step = 2
     with caplog.at_level(logging.WARNING, logger="scu_trainer"):
         trainer.train()
@@ -546,7 +546,7 @@ def positions_in_few_batches(rows):
 def test_a_batch_with_other_inputs_is_planned_with_padding(tmp_path):
     settings = MemorySettings(token_cap=24)
     changes = {"data_collator": positions_in_few_batches, "gradient_accumulation_steps": 1, "max_steps": 6}
-    trainer, _, seen = trained(tiny.llama, tmp_path, settings, **changes)
+    trainer, _, seen = trained(tiny.small_llama, tmp_path, settings, **changes)
     assert {rows == 1 for rows, _ in seen} == {True, False}
     assert all(rows * time <= 24 for rows, time in seen)
     assert sum(rows * time for rows, time in seen) == trainer.micro_batches.loop.statistics.processed_tokens
@@ -561,11 +561,11 @@ class ShortAtFirst(UnevenRows):
 
 def test_the_answer_is_the_same_for_all_data(tmp_path):
     changes = {"train_sampling_strategy": "sequential", "save_strategy": "steps", "save_steps": 1}
-    trainer, whole, _ = trained(tiny.llama, tmp_path, rows=ShortAtFirst, **changes)
+    trainer, whole, _ = trained(tiny.small_llama, tmp_path, rows=ShortAtFirst, **changes)
     assert trainer.loss_path.is_padding_free
     resume = f"{tmp_path}/checkpoint-1"
     resumed, found = compared(
-        tiny.llama(seed=5), tmp_path, MemorySettings(), ShortAtFirst(), resume=resume, **{**WINDOW, **changes}
+        tiny.small_llama(seed=5), tmp_path, MemorySettings(), ShortAtFirst(), resume=resume, **{**WINDOW, **changes}
     )
     assert resumed.loss_path.is_padding_free
     assert same(found.weights[-1], whole.weights[-1])
@@ -585,15 +585,15 @@ def test_true_needs_the_memory_loop():
 
 
 def test_noise_by_the_length_of_rows_stays_that(tmp_path, caplog):
-    trainer, _, seen = trained(tiny.llama, tmp_path / "left", neftune_noise_alpha=5.0)
+    trainer, _, seen = trained(tiny.small_llama, tmp_path / "left", neftune_noise_alpha=5.0)
     assert not trainer.loss_path.is_padding_free and any(rows > 1 for rows, _ in seen)
-    trained(tiny.llama, tmp_path / "asked", MemorySettings(padding_free=True), neftune_noise_alpha=5.0)
+    trained(tiny.small_llama, tmp_path / "asked", MemorySettings(padding_free=True), neftune_noise_alpha=5.0)
     assert "rows of this step keep their padding: neftune_noise_alpha scales its noise by the length" in caplog.text
 
 
 def test_a_window_that_no_layer_has_is_none(tmp_path):
     def make():
-        model = tiny.llama()
+        model = tiny.small_llama()
         model.config.sliding_window, model.config.layer_types = 4, ["full_attention"] * 2
         return model
 
@@ -618,7 +618,7 @@ class FromLogits(Trainer):
 
 def by_its_own_loss(trainer_class, folder, words=tiny.VOCAB, **memory):
     """Losses of a training."""
-    model, changes = tiny.llama(), {"optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1, "max_steps": 3}
+    model, changes = tiny.small_llama(), {"optim": "sgd", "max_grad_norm": 0.0, "logging_steps": 1, "max_steps": 3}
     model.resize_token_embeddings(words, mean_resizing=False)
     gauge = {"memory_gauge": FakeGauge(ENDLESS_BYTES)} if memory else {}
     rows = {"data_collator": pad, "train_dataset": UnevenRows()}
@@ -644,7 +644,7 @@ def test_code_above_ours_takes_no_way_away(tmp_path):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             return 2 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    model = tiny.llama()
+    model = tiny.small_llama()
     model.resize_token_embeddings(20_000, mean_resizing=False)
     rows = {"data_collator": pad, "train_dataset": UnevenRows()}
     memory = {"memory": MemorySettings(), "memory_gauge": FakeGauge(ENDLESS_BYTES)}
