@@ -50,7 +50,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.model = Path(tiny.saved_llama(folder / "model"))
+        self.model = Path(tiny.saved_llama(folder / "model", layers=1))
         self._made = 0
 
     def new(self) -> Path:
@@ -126,7 +126,7 @@ class Bench:
     def damaged_model(self) -> Flags:
         folder = self._copied()
         weights = load_file(folder / "model.safetensors")
-        weights["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+        weights["model.layers.0.mlp.up_proj.weight"][3, 4] = float("nan")
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
         return {"model_name_or_path": folder}
 
@@ -137,7 +137,7 @@ class Bench:
 
     def model_with_embeddings(self, count: int) -> Flags:
         folder = self._copied()
-        model = tiny.llama()
+        model = tiny.llama(layers=1)
         model.resize_token_embeddings(count)
         model.save_pretrained(folder)
         return {"model_name_or_path": folder}
@@ -524,7 +524,7 @@ MISTAKES = (
         "every checkpoint of a long run on a small disk",
         lambda b: {"max_steps": 4000, "save_total_limit": 0},
         "checkpoints-fill-disk",
-        free=12 * 2**20,
+        free=6 * 2**20,
     ),
     # -- data ----------------------------------------------------------------------------------------------------------
     Mistake(
