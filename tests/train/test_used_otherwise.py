@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.loop_checks import warn_about_unsaved_weights
 from scu_trainer.train.trainer import SCUTrainer, with_loops
 from tests.faults import FakeGauge
-from tests.tiny import Examples, Rows, UnevenRows, arguments, bert, llama, pad, same, trained, weights_of
+from tests.tiny import Examples, Rows, UnevenRows, arguments, bert, llama, pad, same, small_llama, trained, weights_of
 from tests.train.test_off_is_stock import BareLoss, Points, tensors, untimed
 
 LOOPS = {
@@ -37,7 +38,7 @@ EACH = {**{name: {name: settings} for name, settings in LOOPS.items()}, "all": L
 def made(folder, kind=SCUTrainer, model=None, rows=None, **changes) -> Trainer:
     loops = {name: changes.pop(name) for name in list(changes) if name in LOOPS}
     args = arguments(folder, **changes)
-    return kind(model or llama(), args, train_dataset=rows or UnevenRows(), data_collator=pad, **loops)
+    return kind(model or small_llama(), args, train_dataset=rows or UnevenRows(), data_collator=pad, **loops)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_resume_with_another_adapter_is_told_or_refused(tmp_path, caplog, chan
 @pytest.mark.parametrize("loops", EACH.values(), ids=EACH)
 def test_a_step_before_training_is_that_of_the_model(tmp_path, loops):
     batch = pad([UnevenRows()[i] for i in range(4)])
-    model = llama().train()
+    model = small_llama().train()
     model(**batch).loss.backward()
     trainer = made(tmp_path, **loops)
     expected = {name: p.grad for name, p in model.named_parameters()}
@@ -96,7 +97,7 @@ def test_settings_of_another_kind_are_refused(tmp_path, name, value):
 def test_tokens_that_are_no_number_of_tokens_are_refused(tmp_path, tokens):
     with pytest.raises(SettingsError, match=f"regularization_tokens is {tokens!r}; it must be 1 or more"):
         SCUTrainer(
-            llama(),
+            small_llama(),
             arguments(tmp_path),
             train_dataset=Rows(),
             regularization=LOOPS["regularization"],
@@ -108,9 +109,9 @@ def test_tokens_that_are_no_number_of_tokens_are_refused(tmp_path, tokens):
 def test_an_argument_without_the_loop_that_reads_it_is_told(tmp_path, caplog, argument):
     name, user = *argument, next(iter(argument)).partition("_")[0]
     parts = {"args": arguments(tmp_path), "train_dataset": Rows(), **argument}
-    SCUTrainer(llama(), **parts, **{user: LOOPS[user]})
+    SCUTrainer(small_llama(), **parts, **{user: LOOPS[user]})
     assert "has no effect" not in caplog.text
-    SCUTrainer(llama(), **parts)
+    SCUTrainer(small_llama(), **parts)
     assert f"{name} has no effect without {user}={type(LOOPS[user]).__name__}(...)" in caplog.text
 
 
@@ -126,7 +127,7 @@ def test_an_adapter_is_the_one_that_was_saved_whatever_peft_adds_to_its_names(tm
 
 
 PEFT_SAVES = {
-    "beside the adapter": (LoraConfig(), "norm", "5 trained weights are not part of the adapter"),
+    "beside the adapter": (LoraConfig(), "norm", "3 trained weights are not part of the adapter"),
     "in modules_to_save": (LoraConfig(modules_to_save=["lm_head"]), "lm_head", ""),
     "biases": (LoraConfig(bias="all"), "bias", ""),
     "no rank": (IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "ia3", ""),
@@ -142,7 +143,7 @@ PEFT_SAVES = {
 @pytest.mark.parametrize("name", PEFT_SAVES)
 def test_trained_weights_that_peft_does_not_save_are_told(tmp_path, caplog, name):
     config, trained_too, told = PEFT_SAVES[name]
-    model = get_peft_model(llama(), config)
+    model = get_peft_model(small_llama(), config)
     for weight_name, weight in model.named_parameters():
         weight.requires_grad_(weight.requires_grad or (trained_too in weight_name and "original" not in weight_name))
     made(tmp_path, model=model, max_steps=1, safety=SafetySettings()).train()
@@ -152,7 +153,7 @@ def test_trained_weights_that_peft_does_not_save_are_told(tmp_path, caplog, name
 def test_the_hub_is_not_asked_which_modules_are_saved(monkeypatch, caplog):
     asked = []
     monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *of: asked.append(of))
-    base = llama()
+    base = small_llama()
     base.name_or_path = "me/base"
     warn_about_unsaved_weights(get_peft_model(base, LoraConfig(modules_to_save=["lm_head"])))
     assert not asked and not caplog.text
@@ -240,7 +241,7 @@ def test_the_second_training_has_its_own_statistics(tmp_path, caplog):
     trainer = made(tmp_path, **LOOPS)
     trainer.train()
     assert "earlier training" not in caplog.text
-    start = weights_of(llama())
+    start = weights_of(small_llama())
     firsts = counted(trainer)
     trainer.train()
     assert same(trainer.regularizer.prior.state_dict(), start), (
@@ -257,9 +258,9 @@ def test_the_second_training_has_its_own_statistics(tmp_path, caplog):
 
 def test_a_run_that_goes_on_in_its_first_epoch_is_no_earlier_training(tmp_path, caplog):
     saves = {"curriculum": CurriculumSettings("none"), "save_strategy": "steps", "save_steps": 3, "max_steps": 9}
-    trained(llama(), tmp_path, **saves)  # its first epoch is eight steps
+    trained(small_llama(), tmp_path, **saves)  # its first epoch is eight steps
     assert len(read_rows(tmp_path / "curriculum.json")) > 0
-    trained(llama(), tmp_path, resume=str(tmp_path / "checkpoint-3"), **saves)
+    trained(small_llama(), tmp_path, resume=str(tmp_path / "checkpoint-3"), **saves)
     assert "earlier training" not in caplog.text
 
 
@@ -280,12 +281,12 @@ def test_every_training_of_a_model_init_is_pulled(tmp_path):
     ends = []
     for times in (1, 2):
         args = arguments(tmp_path / str(times))
-        trainer = SCUTrainer(args=args, model_init=lambda: llama(), train_dataset=Rows(), regularization=lam)
+        trainer = SCUTrainer(args=args, model_init=lambda: small_llama(), train_dataset=Rows(), regularization=lam)
         for _ in range(times):
             trainer.train()
         assert trainer.regularizer.prior.weights[0] is next(trainer.model.parameters())
         ends.append(weights_of(trainer.model))
-    reference = SCUTrainer(llama(), arguments(tmp_path / "one"), train_dataset=Rows(), regularization=lam)
+    reference = SCUTrainer(small_llama(), arguments(tmp_path / "one"), train_dataset=Rows(), regularization=lam)
     reference.train()
     assert same(ends[0], weights_of(reference.model)) and same(ends[1], ends[0])
 
@@ -339,9 +340,8 @@ def test_resumed_in_the_process_that_trained_it_is_resumed_in_a_fresh_one(tmp_pa
     first = made(tmp_path / "same", **saved)
     first.train()
     uninterrupted = everything(first)
+    shutil.copytree(tmp_path / "same", tmp_path / "fresh")
     first.train(resume_from_checkpoint=str(tmp_path / "same" / "checkpoint-3"))
-    fresh = made(tmp_path / "fresh", **saved)
-    fresh.train()
     fresh = made(tmp_path / "fresh", **saved)
     fresh.train(resume_from_checkpoint=str(tmp_path / "fresh" / "checkpoint-3"))
     for part, expected in everything(fresh).items():
@@ -355,7 +355,7 @@ def test_a_resume_where_the_run_ended_says_that_no_step_is_trained(tmp_path, len
     whole = made(tmp_path, **length)
     last = whole.train().global_step
     assert "no step is trained" not in caplog.text
-    again = made(tmp_path, model=llama(seed=5), **length)
+    again = made(tmp_path, model=small_llama(seed=5), **length)
     assert again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{last}")).global_step == last
     assert (
         f"no step is trained: the run resumes from step {last}, which was its last; to continue training" in caplog.text
@@ -422,7 +422,7 @@ COPIED = {
 def test_a_copy_of_a_trainer_trains_as_a_trainer_of_its_own(tmp_path, caplog, loops):
     changes = {"data_collator": pad, "dataset": UnevenRows(32), "max_steps": 3, **loops}
     copies: list[Trainer] = []
-    own = trained(llama(), tmp_path, prepare=lambda trainer: copies.append(copy.deepcopy(trainer)), **changes)
+    own = trained(small_llama(), tmp_path, prepare=lambda trainer: copies.append(copy.deepcopy(trainer)), **changes)
     copies[0].train()
     assert same(weights_of(copies[0].model), weights_of(own.model))
     assert "padding_free is not used" not in caplog.text
@@ -457,11 +457,11 @@ class OtherBatches(TrainerCallback):
 )
 def test_a_step_that_begins_or_ends_within_a_window_has_its_own_rows(tmp_path, caplog, before, event, after):
     changes = {"optim": "sgd", "gradient_accumulation_steps": before, "num_train_epochs": 2, "max_steps": -1}
-    changes |= {"data_collator": pad, "dataset": UnevenRows(80), "logging_steps": 1}
+    changes |= {"data_collator": pad, "dataset": UnevenRows(64), "logging_steps": 1}
     memory = MemorySettings(token_cap=24)
     stock, ours = (
         trained(
-            llama(),
+            small_llama(),
             tmp_path / ("stock" if loops is None else "ours"),
             callbacks=[OtherBatches(event, after)],
             memory=loops,
