@@ -55,8 +55,14 @@ def train(folder, optim: str, **changes):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """optim -> its trainer after a whole training."""
-    return functools.cache(lambda optim: train(tmp_path_factory.mktemp("undisturbed"), optim))
+    """optim -> weights and state after a whole training; each trainer that is kept would slow garbage collections."""
+
+    @functools.cache
+    def of(optim: str):
+        trainer = train(tmp_path_factory.mktemp("undisturbed"), optim)
+        return weights_of(trainer.model), state_of(trainer)
+
+    return of
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:This implementation of AdamW:FutureWarning")  # galore-torch, of itself
@@ -71,8 +77,8 @@ def test_out_of_memory_in_its_steps_changes_no_bit(optim, undisturbed, tmp_path)
     faults = FailingSteps()
     recovered = train(tmp_path, optim, callbacks=[faults])
     assert faults.raised or optim == "adamw_torch_fused"  # which allocates nothing that could fail
-    assert same(weights_of(recovered.model), weights_of(undisturbed(optim).model))
-    assert same(state_of(recovered), state_of(undisturbed(optim)))
+    weights, state = undisturbed(optim)
+    assert same(weights_of(recovered.model), weights) and same(state_of(recovered), state)
 
 
 @every_optimizer
@@ -80,16 +86,16 @@ def test_resumed_is_uninterrupted(optim, undisturbed, tmp_path):
     train(tmp_path, optim, callbacks=[StopAt(3)])
     resumed = train(tmp_path, optim, resume=True)
     assert resumed.state.global_step == 6
-    assert same(weights_of(resumed.model), weights_of(undisturbed(optim).model))
-    assert same(state_of(resumed), state_of(undisturbed(optim)))
+    weights, state = undisturbed(optim)
+    assert same(weights_of(resumed.model), weights) and same(state_of(resumed), state)
 
 
 @every_optimizer
 def test_what_the_plan_counts_is_in_its_state(optim, undisturbed):
-    trainer = undisturbed(optim)
-    sizes = [tensor.nbytes for tensor in state_of(trainer).values() if tensor.numel() > 1]
-    weights = [p.numel() for p in trainer.model.parameters()]
-    counted = state_bytes(optim, 4 * sum(weights), sum(weights))
+    weights, state = undisturbed(optim)
+    sizes = [tensor.nbytes for tensor in state.values() if tensor.numel() > 1]
+    count = sum(weight.numel() for weight in weights.values())
+    counted = state_bytes(optim, 4 * count, count)
     assert counted <= sum(sizes)
     if counted and optim != "muon" and not optim.endswith(("8bit", "4bit")):  # which keep small weights in 32
         assert sum(sizes) == pytest.approx(counted, rel=0.03)
