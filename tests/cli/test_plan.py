@@ -21,7 +21,7 @@ from scu_trainer.hardware.target import named
 from tests import tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-LLAMA = {**SIZES, "vocab_size": 500, "max_position_embeddings": 512, "num_hidden_layers": 4}
+LLAMA = {**SIZES, "vocab_size": 500, "max_position_embeddings": 512, "num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    """Of one layer, for what depends on the number of choices."""
-    return saved(tmp_path_factory.mktemp("single"), LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}))
+def deep(tmp_path_factory):
+    """Of so many layers that a plan for a card looks at a few of them."""
+    return saved(tmp_path_factory.mktemp("deep"), LlamaConfig(**{**LLAMA, "num_hidden_layers": 4}))
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_micro_batches_that_may_grow_are_planned_as_large_as_they_fit(large, cap
     assert 2 < chosen["rows_per_chunk"] == asked["rows_per_chunk"] < 32 and chosen["peak_bytes"] == asked["peak_bytes"]
 
 
-def test_more_memory_never_makes_a_plan_change_more(small, capsys):
-    words = words_of(small, "--gpu", "H200", "--tuning", "full", "--block_size", 512)
+def test_more_memory_never_makes_a_plan_change_more(deep, capsys):
+    words = words_of(deep, "--gpu", "H200", "--tuning", "full", "--block_size", 512)
     changes = []
     for limit in ("0.64", "0.8"):
         choices = planned(capsys, *words, "--limit", limit)["choices"]
@@ -112,10 +112,10 @@ def test_what_is_recommended_is_accepted_and_fits(small, capsys, limit, tuning):
         (["--gpu", "3090", "--tuning", "lora", "--init_lora_weights", "olora"], {"tuning", "load_in_8bit"}),
     ],
 )
-def test_what_train_refuses_is_not_proposed(single, capsys, words, names):
+def test_what_train_refuses_is_not_proposed(small, capsys, words, names):
     # In RAM a limit that the libraries alone leave, but not with the margin: no measurement decides what fits.
     limit = "0.6" if "--gpu" in words else f"{1.05 * OVERHEAD['cpu'].fixed_bytes / 2**30:.4f}"
-    report = planned(capsys, *words_of(single, *words, "--limit", limit))
+    report = planned(capsys, *words_of(small, *words, "--limit", limit, "--per_device_train_batch_size", 1))
     assert report["recommended"] is None and len(report["choices"]) > 1, "all of them were looked at"
     assert not any(names & set(choice["settings"]) for choice in report["choices"])
 
@@ -282,10 +282,13 @@ def test_an_adapter_folder_is_planned_as_it_is(tmp_path, capsys):
     [
         ["--task", "image-classification", "--dataset_size", "40"],
         ["--task", "sensor-classification", "--sensor_samples", "90"],
-        ["--task", "word-generation", "--dataset_size", "100", "--block_size", "16"],
+        ["--task", "word-generation", "--dataset", "texts.jsonl", "--block_size", "16"],
     ],
 )
-def test_other_tasks_are_planned(words, capsys):
+def test_other_tasks_are_planned(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    texts = [{"text": f"text {i} of a few words", "category": "one"} for i in range(100)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     report = planned(capsys, *words, "--use_cpu", "true")
     assert report["fits"] and report["predicted"]["parts"]["weights"] > 0
     assert all("block_size" not in choice["settings"] for choice in report["choices"])

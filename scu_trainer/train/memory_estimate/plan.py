@@ -53,6 +53,9 @@ from scu_trainer.train.tasks.packing import Packing
 TRACED_WHOLE, TRACED_WHOLE_ON_CPU = 3, 12
 """Most layers of a model that is traced as a whole; on a CPU more, because only that shows how the heap grows."""
 
+MODELS_KEPT = 4
+"""Models made from a configuration that are kept: the next estimate is often for the same one, with other rows."""
+
 FEW_ROWS = (2, 3)
 """Rows of the micro-batches that are traced for a deep model; not 1, because operations on one row may copy less."""
 
@@ -102,6 +105,7 @@ class FromConfiguration:
         self._is_packed = Packing.expected(job.data, config).applied(job.data).packing
         self._kinds = kinds_of(config)
         self._deep = functools.cache(self._trace)
+        self._made = functools.lru_cache(maxsize=MODELS_KEPT)(self._make_step)
 
     def step(self, choice: SettingChoice) -> Step:
         """Return the step with rows of the largest length, because the real lengths are not known before reading."""
@@ -154,6 +158,9 @@ class FromConfiguration:
         return all_numbers
 
     def _estimated_step(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
+        return self._made(replace(choice, optim="", offload=False), tuple(layers))
+
+    def _make_step(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
         job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
         model = model_from_configuration(
             with_layers(self.config, layers),
