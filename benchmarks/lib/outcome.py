@@ -14,8 +14,6 @@ from typing import Any, Literal, Optional
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lib.common import write_result
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -83,6 +81,8 @@ def finish(
 
     ``quick``: sizes too small for any verdict; nothing is written.
     """
+    from benchmarks.lib.common import write_result  # imports torch, which figures do not need
+
     console = Console(width=140)
     console.print(grid.table(title))
     if quick:

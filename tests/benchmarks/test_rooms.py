@@ -84,6 +84,13 @@ def test_a_script_starts_from_anywhere(tmp_path):
     assert "overhead" in done.stdout
 
 
+def test_libraries_say_nothing_while_they_are_imported_for_a_benchmark():
+    """torchao is the one that looks for kernels of other machines; each library that imports it imports it so."""
+    words = [sys.executable, "-c", "import benchmarks, torchao"]
+    done = subprocess.run(words, cwd=common.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 @pytest.mark.parametrize("script", [one for one in SCRIPTS if FIRST_ON_THE_PATH.format(2) in one.read_text()], ids=str)
 def test_libraries_are_imported_after_what_keeps_them_quiet(script):
     """``benchmarks/__init__.py``, which the first import of the benchmarks runs."""
