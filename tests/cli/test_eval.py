@@ -29,7 +29,7 @@ from scu_trainer.models.loading.load import load_tokenizer
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.train.evaluation.scoring import BootstrapInterval
 from scu_trainer.train.tasks import text
-from tests import tiny
+from tests import processes, tiny
 
 ROOT = Path(__file__).parents[2]
 WORDS = "the file of a list is read by some function that returns values and writes them back".split()
@@ -417,8 +417,8 @@ def test_the_verdict_follows_from_the_interval(low, high, documents, expected):
 
 
 def test_the_script_prints_one_json_object_and_nothing_else(work):
-    words = [sys.executable, str(ROOT / "scripts" / "eval_bpt.py"), str(work.full), "--json"]
-    answer = subprocess.run(words, capture_output=True, text=True, check=True)
+    answer = processes.run_without_us([ROOT / "scripts" / "eval_bpt.py", work.full, "--json"])
+    assert answer.returncode == 0, answer.stderr
     expected = read_json(work.full / "scu_metrics.json")["held_out_bpt_after"]["value"]
     assert json.loads(answer.stdout)["model"]["bpt"]["value"] == pytest.approx(expected)
 
