@@ -676,7 +676,7 @@ def test_a_chunked_loss_counts_no_whole_logits():
 def test_chunks_have_the_rows_of_the_card_that_trains():
     """2,048 rows of 3,000 words are a 64th of 1.5 GiB."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model = fake_copy(LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 3000})), mode)
+    model = fake_copy(LlamaForCausalLM(LlamaConfig(**LLAMA | {"vocab_size": 3000}, num_hidden_layers=1)), mode)
     on_cpu, on_card, on_small_card = (
         trace(EstimatedStep(model, mode, text_batch, "headless", None, card), 64, 128, after_others=False)
         for card in (None, 80 * 2**30, 2**29)
