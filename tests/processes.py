@@ -4,7 +4,7 @@ A server process, one per test process, imports everything once and forks: every
 process group, its own environment and its own output. What must work where nobody has this project forks from a process
 that has imported the libraries alone. A launcher is such a process too, and forks where it would start
 Python: the processes that it starts are its children, as ever, and it waits for them, signals them and reads their exit
-codes by its own code. Each launcher is also started from nothing by one test.
+codes by its own code. What a launcher starts is also started from nothing by one test.
 """
 
 from __future__ import annotations
@@ -59,10 +59,17 @@ def run(
     return _run(program, environments, timeout, forks=False)
 
 
-def launch(words: Sequence[object], *, environment: Optional[Mapping[str, str]] = None, timeout: float = 280.0) -> Done:
+def launch(
+    words: Sequence[object],
+    *,
+    environment: Optional[Mapping[str, str]] = None,
+    timeout: float = 280.0,
+    from_nothing: Optional[str] = None,
+) -> Done:
     """``python WORDS`` from the root of the project: a script, ``-m`` and a module, or ``-c`` and code. Where it starts
-    Python it forks. ``environment``: all of it; None: as here."""
-    return _run(words, [dict(os.environ if environment is None else environment)], timeout, forks=True)
+    Python it forks. ``environment``: all of it; None: as here. ``from_nothing``: as for ``Started``."""
+    environments = [dict(os.environ if environment is None else environment)]
+    return _run(words, environments, timeout, forks=True, from_nothing=from_nothing)
 
 
 def run_without_us(
@@ -75,7 +82,12 @@ def run_without_us(
 
 
 def _run(
-    words: Sequence[object], environments: list[dict[str, str]], timeout: float, forks: bool, kind: str = "run"
+    words: Sequence[object],
+    environments: list[dict[str, str]],
+    timeout: float,
+    forks: bool,
+    kind: str = "run",
+    from_nothing: Optional[str] = None,
 ) -> Done:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [(f"{folder}/{rank}.out", f"{folder}/{rank}.err") for rank in range(len(environments))]
@@ -86,6 +98,7 @@ def _run(
             outputs=outputs,
             timeout=timeout,
             forks=forks,
+            from_nothing=from_nothing,
         )
         said = [_joined(sorted(Path(folder).glob(f"*.{end}"))) for end in ("out", "err")]
     if code is None:
@@ -263,11 +276,17 @@ def _import_everything() -> None:
 
 
 def _serve_run(
-    words: list[str], environments: list[dict[str, str]], outputs: list[list[str]], timeout: float, forks: bool
+    words: list[str],
+    environments: list[dict[str, str]],
+    outputs: list[list[str]],
+    timeout: float,
+    forks: bool,
+    from_nothing: Optional[str],
 ) -> Optional[int]:
     """The exit code; None where time ran out."""
     children = {
-        _fork(words, environment, output, forks) for environment, output in zip(environments, outputs, strict=True)
+        _fork(words, environment, output, forks, from_nothing)
+        for environment, output in zip(environments, outputs, strict=True)
     }
     deadline_s, failed = time.monotonic() + timeout, 0
     while children:

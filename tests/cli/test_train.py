@@ -435,12 +435,9 @@ def test_full_tuning_and_auto_target(capsys, flags, tmp_path, tuning):
 
 
 def launched(words: list[str], from_nothing: bool) -> str:
-    """What ``python WORDS`` prints. ``from_nothing``: every process of it imports everything, as a user's do."""
-    if from_nothing:
-        command = [sys.executable, *words]
-        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    else:
-        answer = processes.launch(words)
+    """What ``python WORDS`` prints. ``from_nothing``: a launcher, and every process that it starts imports everything,
+    as a user's do."""
+    answer = processes.launch(words, from_nothing="scripts/train.py" if from_nothing else None)
     assert answer.returncode == 0, answer.stderr[-3000:]
     return answer.stdout
 
