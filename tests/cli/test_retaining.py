@@ -60,6 +60,7 @@ def begun(capsys, model_dir, files, tmp_path, **changes) -> tuple[int, str]:
         "cache_dir": tmp_path / "cache",
         "use_cpu": "true",
         "sample_prompts": 0,
+        "predict_memory": "false",
         **changes,
     }
     code = train.main([word for key, value in fields.items() for word in (f"--{key}", str(value))])
