@@ -55,7 +55,8 @@ CHANGES = [
     (
         "240 steps on long text, of a base that takes minutes",
         r"^(train .*/scu_lora.yaml.*)$",
-        r"\1 --model_name_or_path my/model --max_steps 1 --dataset_size 12 --block_size 64 --predict_memory false",
+        r"\1 --model_name_or_path my/model --max_steps 1 --dataset_size 12 --block_size 64 --predict_memory false "
+        "--max_eval_documents 1 --sample_prompts 1",
     ),
     ("16 of 24 documents must be held out", r"^(train .*--retain general .*)$", r"\1 --validation_split_percentage 70"),
     ("the base of a reader's run is on the Hub", r"^(push runs/mine .*)$", r"\1 --base_model me/base"),
