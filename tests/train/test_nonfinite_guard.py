@@ -91,7 +91,7 @@ def bad_gradient(model, when: AtStep) -> None:
 
 
 def bad_layer(model, when: AtStep) -> None:
-    model.model.layers[0].mlp.register_forward_hook(lambda module, _, output: output * NAN if when.is_on else None)
+    model.model.layers[-1].mlp.register_forward_hook(lambda module, _, output: output * NAN if when.is_on else None)
 
 
 FAULTS = {"loss": bad_loss, "gradient": bad_gradient, "layer": bad_layer}
