@@ -130,7 +130,7 @@ def main() -> None:
         results = [measure(*case) for case in (("lora", options.steps), ("full", options.steps))]
         results.append(measure("full", options.steps, measured=False))
     heads = ("tuning", "step off, ms", "step on, ms", "ratio of medians", "paired ratios", "time in the guard")
-    table = Table(*heads, title="cost of looking for bad numbers in every step")
+    table = Table(*heads, title="cost of the search for non-finite values in every step")
     for r in results:
         table.add_row(
             r["tuning"] if r["measured"] else f"{r['tuning']}, control",
