@@ -306,11 +306,11 @@ def load_saved(folder: Path):
 def _from_hub(
     name: str, wanted: tuple[str, ...], settings: DataSettings, cache_dir: Path, columns: tuple[str, ...]
 ) -> Source:
-    but = (
+    not_here = (
         f" is not an embedded name ({', '.join(EMBEDDED_DATASETS)}){did_you_mean(name, EMBEDDED_DATASETS)}, not a file "
         "or folder here, and"
     )
-    loaded = load_from_hub(name, wanted[-1], settings, cache_dir, but, streaming=settings.streaming)
+    loaded = load_from_hub(name, wanted[-1], settings, cache_dir, not_here, streaming=settings.streaming)
     if settings.streaming:  # nothing is cached then, so the identity need not depend on the content
         return _from_loaded(name, loaded, wanted, settings, lambda split: ["hub", name, split], columns)
 
@@ -326,12 +326,12 @@ def load_from_hub(
     split: str,
     settings: DataSettings,
     cache_dir: Path,
-    but: str,
+    not_here: str,
     hub_id: Optional[str] = None,
     streaming: bool = False,
 ):
     """Load all splits of a dataset, or the slice ``split``. ``hub_id``: where the ``name`` is a short one of ours.
-    Raises DataError with ``but``, which says what else the name is not."""
+    Raises DataError; ``not_here`` is the part of its message that says what else the name is not."""
     import datasets
 
     config = settings.dataset_config_name if name == settings.dataset else None
@@ -342,7 +342,7 @@ def load_from_hub(
         )
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         # RuntimeError: the dataset has a script, which the library does not run.
-        raise DataError(f"dataset {name!r}{but} could not be loaded from the Hub: {error}") from error
+        raise DataError(f"dataset {name!r}{not_here} could not be loaded from the Hub: {error}") from error
 
 
 def _from_loaded(

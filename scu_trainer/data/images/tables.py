@@ -59,8 +59,10 @@ def how_to_save(parquet: Path) -> str:
 def _load_from_hub(name: str, split: str, data: DataSettings, cache_dir: Path) -> Any:
     known = (*EMBEDDED_IMAGES, *HUB_IDS)
     is_known = name in (*HUB_IDS, *HUB_IDS.values())
-    but = "" if is_known else f" is not one of {', '.join(known)}{did_you_mean(name, known)}, not a folder here, and"
-    return load_from_hub(name, split, data, cache_dir, but, HUB_IDS.get(name))
+    not_here = (
+        "" if is_known else f" is not one of {', '.join(known)}{did_you_mean(name, known)}, not a folder here, and"
+    )
+    return load_from_hub(name, split, data, cache_dir, not_here, HUB_IDS.get(name))
 
 
 def _source_of(name: str, table: datasets.Dataset, own: ImageSettings, classes: Sequence[str]) -> ImageSource:

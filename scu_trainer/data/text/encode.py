@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -76,7 +77,7 @@ class Encoder:
     tokenizer: object
     model_name: str
 
-    @property
+    @functools.cached_property
     def columns(self) -> Columns:
         return Columns.of(self.settings)
 

@@ -142,18 +142,18 @@ def row_items(kind: str, inputs: Any, rows: int, targets: Optional[Targets] = No
     """See ``Reduction.row_items``."""
     if kind == "rows":
         return [1.0] * rows
-    if kind.startswith(COUNT):
-        name = kind.removeprefix(COUNT)
-        entries = inputs[name]
-        return _row_sums(entries.ne(NOT_LEARNED) if name.endswith("labels") else entries).float().tolist()
-    if kind.startswith(COLUMN):
-        return inputs[kind.removeprefix(COLUMN)].float().tolist()
     if kind in SUMS:
         return [0.0] * rows
-    if kind in ("mask", "shifted_mask"):
-        counted = _row_sums(inputs["attention_mask"][:, int(kind == "shifted_mask") :].ne(0))
+    name = _input_of(kind, targets)
+    entries = inputs[name]
+    if kind.startswith(COLUMN):
+        counted = entries
+    elif kind.startswith(COUNT):
+        counted = _row_sums(entries.ne(NOT_LEARNED) if name.endswith("labels") else entries)
+    elif kind in ("mask", "shifted_mask"):
+        counted = _row_sums(entries[:, int(kind == "shifted_mask") :].ne(0))
     else:
-        own = targets if kind == "targets" else Targets("labels", shifted=kind == "shifted_labels")
+        own = targets if kind == "targets" else Targets(name, shifted=kind == "shifted_labels")
         counted = own.items(inputs)
     return counted.float().tolist()
 
