@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
+from scu_trainer.train.checkpoints import findings
 from scu_trainer.train.checkpoints import format as subject
 from scu_trainer.train.checkpoints.findings import examine
 from scu_trainer.train.checkpoints.selection import newest_checkpoint
@@ -294,6 +295,54 @@ def test_one_changed_byte_is_found(copy, name):
     path.write_bytes(content)
     assert examine(copy / "checkpoint-4", 1).fault is not None
     assert newest_checkpoint(copy, 1)[0] == copy / "checkpoint-2"
+
+
+@pytest.mark.parametrize("after_end", [-18, -14])
+def test_one_changed_byte_of_an_archives_last_record_is_found(copy, after_end):
+    """Of the record that names how many disks there are and how many files: zipfile raises for one of them already
+    when it is asked whether this is a zip."""
+    path = copy / "checkpoint-4" / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    content[after_end] ^= 1
+    path.write_bytes(content)
+    assert "optimizer.pt" in (examine(copy / "checkpoint-4", 1).fault or "")
+
+
+@pytest.mark.parametrize("offset", [8, 10, 12, 46])
+def test_one_changed_byte_of_an_archives_directory_is_found(copy, offset):
+    """Of an entry's flags, its method, its time, its name: not what zipfile says of itself (BadZipFile)."""
+    path = copy / "checkpoint-4" / "optimizer.pt"
+    content = bytearray(path.read_bytes())
+    start = content.index(b"PK\x01\x02")
+    content[start + offset] ^= 0xC1
+    path.write_bytes(content)
+    assert examine(copy / "checkpoint-4", 1).fault is not None
+    assert newest_checkpoint(copy, 1)[0] == copy / "checkpoint-2"
+
+
+def test_one_that_is_removed_while_it_is_examined_has_a_fault(copy, monkeypatch):
+    """As the rotation of a run that trains does while another command asks for its status."""
+    names = ("differences", "json_object", "is_safetensors", "has_optimizer", "read_state", "random_states")
+    for moment in range(30):
+        one, calls = Path(shutil.copytree(copy / "checkpoint-4", copy / f"copy-{moment}" / "checkpoint-4")), []
+
+        def removing(real, one=one, calls=calls, moment=moment):
+            def act(*args, **kwargs):
+                calls.append(real)
+                if len(calls) == moment + 1:
+                    shutil.rmtree(one)
+                return real(*args, **kwargs)
+
+            return act
+
+        for name in names:
+            monkeypatch.setattr(findings, name, removing(getattr(findings, name)))
+        fault = examine(one, 1).fault
+        monkeypatch.undo()
+        if len(calls) <= moment:
+            break
+        assert fault is not None, f"removed before call {moment} of {calls}"
+    assert moment > 5 and fault is None
 
 
 def test_the_trainer_takes_the_newest_whole_one(copy):

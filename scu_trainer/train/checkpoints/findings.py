@@ -12,11 +12,14 @@ Three kinds of findings:
 from __future__ import annotations
 
 import dataclasses
+import lzma
 import os
 import re
+import struct
 import zipfile
+import zlib
 from pathlib import Path
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 from transformers import TrainerState
 
@@ -42,6 +45,8 @@ repeat the order of the epoch. Without loops there is no such folder: the stock 
 STATE = "trainer_state.json"
 WEIGHTS = re.compile(r"(adapter_|pytorch_)?model[^/]*\.(safetensors|bin)")
 ZIPPED = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+UNREADABLE_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, ValueError, RuntimeError, struct.error)
+"""What zipfile raises for one changed byte, such as of a flag that says encrypted, of a method or of a name."""
 READ = re.compile(
     rf"{WEIGHTS.pattern}|(pytorch_)?model[^/]*\.index\.json|(adapter_)?config\.json|optimizer\..*|scheduler\.pt|scaler\.pt"
     r"|rng_state.*\.pth|trainer_state\.json|latest|.*/.*"
@@ -92,8 +97,9 @@ def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, h
     if not checkpoint.is_dir():
         return Findings("it is not a folder")
     found = differences(checkpoint, hashes=hashes)
-    damage = _damage(checkpoint, found)
-    if damage is not None:
+    state = json_object(checkpoint / STATE)  # read once: a run that trains may remove the checkpoint meanwhile
+    damage = _damage(checkpoint, state, found)
+    if state is None or damage is not None:
         return Findings(damage)
     if not has_optimizer(checkpoint) and not weights_only:
         return Findings(f"it holds no optimizer state ({WEIGHTS_ONLY_HINT})")
@@ -101,7 +107,8 @@ def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, h
     changes = [one.text for one in found if one.text not in spare]
     changes += [f"{name} is missing" for name in random_states(world_size) if not (checkpoint / name).is_file()]
     changes += _torn_states(checkpoint)
-    changes += _step_mismatch(checkpoint)
+    if step_of(checkpoint) not in (-1, state["global_step"]):  # a renamed copy would count as the newest
+        changes.append(f"{STATE} is of step {state['global_step']}")
     return Findings(None, tuple(dict.fromkeys(changes)), tuple(spare))
 
 
@@ -115,8 +122,8 @@ def has_optimizer(checkpoint: Path) -> bool:
     return any((checkpoint / name).exists() for name in OPTIMIZER_STATES)
 
 
-def _damage(checkpoint: Path, found: list[Difference]) -> Optional[str]:
-    reasons = [_damage_of_state(checkpoint / STATE)]
+def _damage(checkpoint: Path, state: Optional[dict[str, Any]], found: list[Difference]) -> Optional[str]:
+    reasons = [_damage_of_state(state)]
     reasons += [one.text for one in found if one.is_torn and _is_torn(checkpoint / one.name, one.name)]
     reasons += [_unreadable(checkpoint), _lost_weights(checkpoint, found), _rotten(checkpoint, found)]
     return next((reason for reason in reasons if reason is not None), None)
@@ -130,11 +137,10 @@ def _is_torn(path: Path, name: str) -> bool:
         return False
     if path.suffix == ".json":
         return json_object(path) is None
-    return not (is_safetensors(path) if path.suffix == ".safetensors" else zipfile.is_zipfile(path))
+    return not (is_safetensors(path) if path.suffix == ".safetensors" else _is_zip(path))
 
 
-def _damage_of_state(path: Path) -> Optional[str]:
-    content = json_object(path)
+def _damage_of_state(content: Optional[dict[str, Any]]) -> Optional[str]:
     if content is None:
         return f"{STATE} is missing or incomplete, so the run ended while writing it"
     if "global_step" not in content:
@@ -173,7 +179,14 @@ def _is_torn_zip(path: Path) -> bool:
         return True
     with open(path, "rb") as file:
         begins = file.read(2)
-    return not zipfile.is_zipfile(path) if begins == b"PK" else not begins  # other beginnings: an older format
+    return not _is_zip(path) if begins == b"PK" else not begins  # other beginnings: an older format
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # its last record names several disks
+        return False
 
 
 def _lost_weights(checkpoint: Path, found: list[Difference]) -> Optional[str]:
@@ -187,10 +200,11 @@ def _rotten(checkpoint: Path, found: list[Difference]) -> Optional[str]:
     """Return which changed torch archive is corrupted, as its own checksums show, and not replaced on purpose."""
     for one in found:
         path = checkpoint / one.name
-        if any(path.match(pattern) for pattern in ZIPPED) and zipfile.is_zipfile(path):
+        if any(path.match(pattern) for pattern in ZIPPED) and _is_zip(path):
             try:
-                bad = zipfile.ZipFile(path).testzip()
-            except zipfile.BadZipFile:
+                with zipfile.ZipFile(path) as archive:
+                    bad = archive.testzip()
+            except UNREADABLE_ZIP:
                 bad = path.name
             if bad is not None:
                 return f"{one.text}, and {bad} in it is damaged"
@@ -208,12 +222,6 @@ def _torn_states(checkpoint: Path) -> list[str]:
             except CheckpointError as error:
                 torn.append(str(error).partition(": resume from")[0])
     return torn
-
-
-def _step_mismatch(checkpoint: Path) -> list[str]:
-    """Return a finding if the step differs from the folder's name: a renamed copy would count as the newest."""
-    step, named = saved_step(checkpoint), step_of(checkpoint)
-    return [f"{STATE} is of step {step}"] if named not in (-1, step) else []
 
 
 def saved_step(checkpoint: Path) -> int:
