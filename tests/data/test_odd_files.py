@@ -82,7 +82,7 @@ def test_a_pipe_does_not_keep_anybody_waiting(tmp_path):
     [
         (b'{"text": "a\\ud800b"}', "half of a character"),
         (b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}", "deeper than 100 levels"),
-        (b"[" * 5000, "deeper than 100 levels"),
+        (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "deeper than 100 levels"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not readable as JSON"),
         (b'{"text": "caf\xe9"}', "not readable as JSON"),
         (b"3", "holds int"),
