@@ -24,9 +24,10 @@ from typing import Any, Optional, Union
 from transformers import TrainerState
 
 from scu_trainer.errors import CheckpointError
+from scu_trainer.json_types import misfit
 from scu_trainer.models.loading.names import is_safetensors
 from scu_trainer.train.checkpoints.format import MANIFEST, Difference, differences, json_object, step_of
-from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS, misfit, read_state
+from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS, read_state
 
 OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
 """Files of the stock Trainer, of FSDP (whole, in parts), of DeepSpeed."""

@@ -7,10 +7,6 @@ CheckpointError; the choice among checkpoints validates them before anything is 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import types
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
@@ -22,6 +18,7 @@ from safetensors.torch import load_file
 from scu_trainer.control import memory_values, regularization, retention
 from scu_trainer.control.guard import divergence, spikes
 from scu_trainer.errors import CheckpointError
+from scu_trainer.json_types import MALFORMED, first_misfit, misfit
 from scu_trainer.train.checkpoints.format import json_object
 from scu_trainer.train.curriculum.deliveries import DeliveryCounts
 from scu_trainer.train.regularization.regularizer import RegularizerProgress
@@ -74,7 +71,7 @@ TENSORS = ("scu_prior.safetensors", "curriculum_state.safetensors", "ema.safeten
 OF_LOOPS = (*SHAPES, *TENSORS)
 """Files of a checkpoint that only the loops read."""
 
-NOT_A_STATE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, SafetensorError)
+NOT_A_STATE = (*MALFORMED, SafetensorError)
 """Errors that reading a malformed file raises."""
 
 
@@ -116,57 +113,11 @@ def _advice(path: Path) -> str:
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
-def misfit(value: Any, hint: Any, name: str) -> Optional[str]:
-    """Return why ``value``, from JSON, is not a ``hint``; None if it is. An int passes as a float, and a float may be
-    None, because JSON has no NaN."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        fits = any(misfit(value, part, name) is None for part in parts)
-        return None if fits else _as_line(name, value)
-    if origin is typing.Literal:
-        return None if value in parts else _as_line(name, value)
-    if hint in (int, float):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return None if is_number or (hint is float and value is None) else _as_line(name, value)
-    if dataclasses.is_dataclass(hint):
-        return _misfit_of_dataclass(value, hint, name)
-    if origin is tuple and parts[-1] is Ellipsis:
-        return misfit(value, list[parts[0]], name)
-    if origin is tuple:  # JSON writes a tuple as a list
-        if not isinstance(value, list) or len(value) != len(parts):
-            return _as_line(name, value)
-        return _first(misfit(item, part, name) for item, part in zip(value, parts, strict=True))
-    if not isinstance(value, origin or hint):
-        return _as_line(name, value)
-    items = enumerate(value) if origin is list else ()
-    return _first(misfit(item, parts[0], f"{name}[{i}]") for i, item in items)
-
-
-def _misfit_of_dataclass(value: Any, kind: type, name: str) -> Optional[str]:
-    if not isinstance(value, dict):
-        return _as_line(name, value)
-    hints = typing.get_type_hints(kind)
-    unknown = next((key for key in value if key not in hints), None)
-    if unknown is not None:
-        return f"{name}.{unknown} is not known"
-    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
-    missing = next((key for key in required if key not in value), None)
-    if missing is not None:
-        return f"{name}.{missing} is missing"
-    if hasattr(kind, "from_dict"):  # some of its fields are written in another form
-        try:
-            kind.from_dict(value)
-        except NOT_A_STATE as error:
-            return f"{name}: {type(error).__name__} {error}"
-    plain = {key: hint for key, hint in hints.items() if key in value and not hasattr(hint, "from_dict")}
-    return _first(misfit(value[key], hint, f"{name}.{key}") for key, hint in plain.items())
-
-
 def _misfit_of_keys(content: dict[str, Any], shape: dict[str, Any]) -> Optional[str]:
     missing = next((key for key in shape if key not in content), None)
     if missing is not None:
         return f"{missing} is missing"
-    return _first(misfit(content[key], hint, key) for key, hint in shape.items())
+    return first_misfit(misfit(content[key], hint, key) for key, hint in shape.items())
 
 
 def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
@@ -175,13 +126,4 @@ def _misfit_inside(content: dict[str, Any]) -> Optional[str]:
     if "cost" in state:
         return misfit(state["cost"]["observations"], list[tuple[int, int, int]], "state.cost.observations")
     watches = [(content[name], shape) for name, shape in WATCHES.items() if content.get(name) is not None]
-    return _first(_misfit_of_keys(watch, shape) for watch, shape in watches)
-
-
-def _as_line(name: str, value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return f"{name} is {text if len(text) <= 40 else text[:37] + '...'}"
-
-
-def _first(found: typing.Iterable[Optional[str]]) -> Optional[str]:
-    return next(filter(None, found), None)
+    return first_misfit(_misfit_of_keys(watch, shape) for watch, shape in watches)
