@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertForMaskedLM
+from transformers import BertForMaskedLM, BloomConfig, LlamaConfig
 
 from scu_trainer.errors import ModelError
 from scu_trainer.models.checkpointing import checkpoint_every_layer
 from scu_trainer.models.kernels import best_attention, kernel_line
+from scu_trainer.settings import ModelSettings
+from scu_trainer.train.tasks.text import _with_best_attention
 from tests import tiny
 
 FLASH_CPU = "attention: sdpa, the flash kernel for CPU"
@@ -157,6 +160,15 @@ def test_flash_attention_where_it_is_installed_and_runs(flash_attn):
     assert best_attention(None, "cuda:0", half_precision=True) == "flash_attention_2"
     assert best_attention("flash_attention_2", torch.device("cuda"), half_precision=True) == "flash_attention_2"
     assert best_attention("sdpa", "cuda", half_precision=True) == "sdpa"
+
+
+@pytest.mark.parametrize(("kind", "chosen"), [(LlamaConfig, "flash_attention_2"), (BloomConfig, None)])
+def test_flash_attention_only_for_families_that_support_it(flash_attn, tmp_path, kind, chosen):
+    kind(hidden_size=8, n_head=2, num_attention_heads=2, vocab_size=8, n_layer=1).save_pretrained(tmp_path)
+    settings = ModelSettings(model_name_or_path=str(tmp_path))
+    assert _with_best_attention(settings, torch.device("cuda"), True).attn_implementation == chosen
+    wanted = replace(settings, attn_implementation="flash_attention_2")  # the user's choice is not changed
+    assert _with_best_attention(wanted, torch.device("cuda"), True) == wanted
 
 
 @pytest.mark.parametrize(("device", "half_precision"), [("cpu", True), ("cuda", False)])

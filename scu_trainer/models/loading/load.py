@@ -204,6 +204,13 @@ def config_of(settings: ModelSettings) -> PretrainedConfig:
         return read_config(name, settings)
 
 
+def supports_flash_attention(settings: ModelSettings) -> bool:
+    """Return whether transformers runs flash attention in models of this family: not where it has no suitable mask."""
+    config, name = causal_config(settings), base_of(settings.model_name_or_path)
+    with as_model_error(name, "model", settings.model_revision, settings.model_name_or_path):
+        return meta_model(config, settings.trust_remote_code)._supports_flash_attn
+
+
 def has_loadable_weights(settings: ModelSettings) -> bool:
     """Return whether the folder that ``load_model`` would read holds weights. Reads only the headers of the files.
     Raises ModelError if a file is missing or damaged, as ``load_model`` would."""

@@ -27,6 +27,7 @@ from scu_trainer.models.loading.load import (
     load_model,
     load_tokenizer,
     plan_placement,
+    supports_flash_attention,
 )
 from scu_trainer.models.loading.names import expanded_name, is_adapter, with_adapter_as_model
 from scu_trainer.models.quantize import require_quantization
@@ -79,8 +80,7 @@ class TextTask:
             vocabularies = load_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
             require_same_as_student(job.model.teacher, *vocabularies, "tokens")
         is_half = job.training.bf16 or job.training.fp16 or settings.dtype in ("bfloat16", "float16")
-        attention = best_attention(settings.attn_implementation, device, is_half)
-        settings = replace(settings, attn_implementation=attention)
+        settings = _with_best_attention(settings, device, is_half)
         packing = Packing.expected(job.data, causal_config(settings))
         placement = plan_placement(settings, job.memory, free_memory(job.training), device=device)
         if placement is not None:
@@ -167,6 +167,13 @@ def _sampled_anchor(
     )
     job = replace(job, retention=replace(job.retention, retain=str(path)))
     return replace(_read_anchor(job, data, parts.data, anchor_options), name="text that the model wrote")
+
+
+def _with_best_attention(settings: ModelSettings, device: torch.device, half_precision: bool) -> ModelSettings:
+    attention = best_attention(settings.attn_implementation, device, half_precision)
+    if attention != settings.attn_implementation and not supports_flash_attention(settings):
+        return settings
+    return replace(settings, attn_implementation=attention)
 
 
 def _read_anchor(job: Job, data: DataSettings, prepared: Any, anchor_options: dict[str, Any]) -> Optional[Anchor]:
