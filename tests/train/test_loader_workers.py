@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -122,7 +123,6 @@ def test_a_batch_that_a_worker_cannot_send_is_an_error_and_not_awaited_forever(e
     assert next(batches) == [0]
     with pytest.raises(type(error), match=f"(?s)^Caught .* worker process 0.*{re.escape(str(error))}") as caught:
         next(batches)
-    batches._shutdown_workers()  # by the garbage collector, which ends its queues first, it takes ten seconds
     assert is_out_of_memory_in_loader(caught.value) == is_memory
 
 
@@ -139,7 +139,18 @@ def test_an_error_of_a_class_that_cannot_be_sent_is_told_in_words():
     batches = iter(loader)
     with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*Odd: an odd row"):
         next(batches)
-    batches._shutdown_workers()
+
+
+def test_workers_end_with_their_loader():
+    """By the garbage collector: what reads from a loader and the loader refer to each other."""
+    loader = protect_workers(
+        DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    )
+    assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    (worker,), loader.itself = loader._iterator._workers, loader
+    del loader
+    gc.collect()
+    assert worker.exitcode == 0
 
 
 def test_without_workers_nothing_is_changed():

@@ -76,7 +76,7 @@ def protect_workers(loader: Any) -> Any:
 
 def _iterator_with_workers(loader: DataLoader) -> Any:
     iterator = type(loader)._get_iterator(loader)
-    _iterators[iterator] = os.getpid()
+    _iterators[iterator] = os.getpid(), iterator._index_queues
     return iterator
 
 
@@ -143,14 +143,16 @@ def _iterator_that_reads_again(loader: DataLoader) -> Any:
     return iterator
 
 
-_iterators: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""Iterators with workers -> their process: a fork inherits the iterators, but must not end their workers."""
+_iterators: weakref.WeakKeyDictionary[Any, tuple[int, list[Queue]]] = weakref.WeakKeyDictionary()
+"""Iterators with workers -> their process (a fork inherits the iterators, but must not end their workers), and the
+queues through which workers learn that they end: held here, they are there until the garbage collector has ended the
+iterator. It would close them first, wait ten seconds for each worker, and leave it running."""
 
 
 @atexit.register
 def _end_workers() -> None:
     """End workers before multiprocessing's exit handler, which sends a SIGTERM that they ignore, and waits: persistent
     ones, and those of an iterator that the traceback of an error holds."""
-    for iterator, process in list(_iterators.items()):
+    for iterator, (process, _) in list(_iterators.items()):
         if process == os.getpid():
             iterator._shutdown_workers()
