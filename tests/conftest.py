@@ -18,6 +18,8 @@ from types import ModuleType
 
 import pytest
 
+from tests import warm
+
 ROOT = Path(__file__).parents[1]
 PRIVATE = Path(tempfile.mkdtemp(prefix="scu_trainer_tests_"))
 
@@ -71,6 +73,8 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
+    if "torch" in sys.modules:
+        warm.make_once_what_stays_the_same()
     gc.enable()
 
 

@@ -271,6 +271,7 @@ def _import_everything() -> None:
     from tests import tiny, warm  # noqa: F401 - and the models of transformers that it takes
 
     warm.make_what_is_kept()
+    warm.make_once_what_stays_the_same()
     gc.freeze()  # the collections of the children need not walk over what was imported
     gc.enable()
 

@@ -41,9 +41,17 @@ class Site:
 
 def make_site(folder: Path) -> Site:
     import peft  # noqa: F401
+    import rich._emoji_codes  # noqa: F401
+    import torch.utils.serialization  # noqa: F401
     import transformers.trainer  # noqa: F401
 
-    import scu_trainer.train.session.session  # noqa: F401
+    import scu_trainer.cli.configuration
+    import scu_trainer.cli.publishing.sharing
+    import scu_trainer.cli.train
+    import scu_trainer.train.retention.sampled
+    import scu_trainer.train.session.session
+    import scu_trainer.train.session.test_run
+    import scu_trainer.train.tasks.text  # noqa: F401
 
     warm.make_what_is_kept()
     documents = folder / "documents.jsonl"
