@@ -55,6 +55,12 @@ def warn_about_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> N
             "safety=SafetySettings(), to run that evaluation",
             checkpoint,
         )
+    if trainer.is_stock and trainer.args.eval_on_start:
+        logger.warning(
+            "eval_on_start: the stock Trainer evaluates again when it resumes: the log has one row more, and early "
+            "stopping counts one evaluation more. Turn on any loop, for example safety=SafetySettings(), so that only "
+            "the first start evaluates"
+        )
     if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
         _warn_about_fresh_optimizer(checkpoint, trainer.is_stock)
     if not has_optimizer(checkpoint):

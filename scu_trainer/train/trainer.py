@@ -497,6 +497,12 @@ class SCUTrainer(Trainer):
 
         return self.engine.run_prediction(predict, inputs, prediction_loss_only)
 
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
+        # True only for eval_on_start; a run that resumes has started before, and early stopping would count it again
+        if skip_scheduler and self.state.global_step > 0 and not self.is_stock:
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+
     @functools.wraps(Trainer.evaluate)
     def evaluate(self, *args, **kwargs):
         with self._owning_loops():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback, default_data_collator
+from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_json, read_rows
@@ -166,6 +166,21 @@ def test_an_epoch_that_was_saved_before_its_evaluation_is_evaluated(tmp_path, ca
         told = "was saved before its end-of-epoch evaluation" in caplog.text
         runs[name] = same(weights_of(resumed.model), weights_of(whole.model)), losses[0] == losses[1], told
     assert runs == {"ours": (True, True, False), "stock": (step == 16, False, True)}
+
+
+def test_a_resumed_run_has_evaluated_at_its_start(tmp_path, caplog):
+    """With every loop off it evaluates again, as the stock Trainer, and early stopping counts that."""
+    every_step = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    runs = {}
+    for name, safety in (("ours", SafetySettings()), ("stock", None)):
+        given = {**every_step, "max_steps": 3, "load_best_model_at_end": True, "eval_on_start": True, "safety": safety}
+        for resume in (None, str(tmp_path / name / "checkpoint-1")):
+            caplog.clear()
+            given |= {"callbacks": [EarlyStoppingCallback(1)], "eval_dataset": Rows(4)}
+            run = trained(llama(), tmp_path / name, resume=resume, **given)
+        steps = [row["step"] for row in run.state.log_history if "eval_loss" in row]
+        runs[name] = steps, "eval_on_start: the stock Trainer evaluates again" in caplog.text
+    assert runs == {"ours": ([0, 1, 2, 3], False), "stock": ([0, 1, 1, 2], True)}
 
 
 def masked(rows):
