@@ -268,10 +268,12 @@ def _warn_about_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> N
         if not any(kind.__name__ == "BEMACallback" for kind in type(callback).__mro__):  # without importing TRL
             continue
         if saved_step(checkpoint) > callback.update_after:
+            moves_reference = getattr(callback, "update_ref_model", False)
+            also = ", and the trained one, whose reference model follows it," if moves_reference else ""
             logger.warning(
                 "%s does not hold the weight average of %s: it starts over from the weights of this checkpoint, so "
-                "the averaged model differs from that of an uninterrupted run",
-                checkpoint, type(callback).__name__,
+                "the averaged model%s differs from that of an uninterrupted run",
+                checkpoint, type(callback).__name__, also,
             )  # fmt: skip
 
 

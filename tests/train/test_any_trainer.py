@@ -44,6 +44,7 @@ from trl import (
     SFTTrainer,
     SyncRefModelCallback,
 )
+from trl.experimental import bema_for_ref_model
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -621,6 +622,15 @@ def test_a_resume_says_that_an_average_of_trl_starts_over(tmp_path, caplog):
             averages.append(tiny.weights_of(average.running_model))
         said = "does not hold the weight average of BEMACallback" in caplog.text
         assert (said, tiny.same(*averages)) == (starts_over, not starts_over)
+
+
+def test_a_resume_says_that_a_reference_model_that_follows_an_average_starts_over(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(KINDS, "DPO", (bema_for_ref_model.DPOTrainer, DPOConfig))
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        average = bema_for_ref_model.BEMACallback(update_freq=1, update_ref_model=True, ref_model_update_freq=1)
+        runs.append(trained("DPO", tmp_path, resume=resume, save_strategy="steps", save_steps=2, callbacks=[average]))
+    assert apart(*runs) > 0 and "the averaged model, and the trained one, whose reference model follows" in caplog.text
 
 
 def test_a_resume_says_that_a_teacher_that_moves_starts_over(tmp_path, caplog):
