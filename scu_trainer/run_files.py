@@ -99,22 +99,28 @@ def read_json(path: AnyPath) -> Any:
         content = Path(path).read_bytes()
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not valid JSON ({error}); delete it or restore it from a copy") from error
+
+
+def read_object(path: AnyPath) -> dict[str, Any]:
+    """Return the content of a JSON file. Raises StorageError if it is missing or is not a JSON object."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
+    return found
 
 
 def read_status(path: AnyPath) -> dict[str, Any]:
     """Return the content of run.json. Other programs may write it too: raises StorageError if it is missing, is not a
     JSON object, or has a field of the wrong type."""
-    found = read_json(path)
-    if not isinstance(found, Mapping):
-        raise StorageError(f"{path} does not hold an object; delete it or restore it from a copy")
+    found = read_object(path)
     texts, numbers = ("status", "error", "unit"), ("pid", "step", "max_steps", "loss", "eta_s")
     kinds = {**dict.fromkeys(texts, str), **dict.fromkeys(numbers, (int, float)), "notices": list}
     for name, kind in kinds.items():
         if found.get(name) is not None and not isinstance(found[name], kind):
             raise StorageError(f"{path} holds {found[name]!r} as its {name}, which no run writes; move it away")
-    return dict(found)
+    return found
 
 
 def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
@@ -272,7 +278,7 @@ class RunStatus:
         """Write the changes that ``update`` has not written yet."""
         now_s = self._clock()
         now = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds")
-        on_disk = read_json(self.path) if self.path.exists() else {}
+        on_disk = read_object(self.path) if self.path.exists() else {}
         content = {**dict.fromkeys(STATUS_FIELDS), "status": "queued", **on_disk, **self._pending, "updated": now}
         content["started"] = content["started"] or now
         _replace_or_overwrite(self.path, content)
@@ -354,7 +360,7 @@ def _parse_rows(content: bytes, path: Path) -> tuple[list[Row], int]:
     while text.startswith("{", position):
         try:
             row, end = _DECODER.raw_decode(text, position)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # also of a number with too many digits, which is no JSONDecodeError
             return rows, len(text[position:].encode())
         rows.append(row)
         position = _BETWEEN_ROWS.match(text, end).end()

@@ -238,6 +238,22 @@ def test_read_json_says_what_is_wrong(tmp_path):
         read_rows(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000], ids=["nested", "digits"])
+def test_json_that_python_cannot_hold_is_refused(tmp_path, value):
+    """The json module raises a RecursionError for one, and a ValueError that is no JSONDecodeError for the other."""
+    path = tmp_path / "file.json"
+    path.write_text(f'[\n{{"step": 1}},\n{{"step": {value}')
+    with pytest.raises(StorageError, match=r"file\.json is not valid JSON"):
+        read_json(path)
+    assert read_rows(path) == [{"step": 1}]
+
+
+def test_an_update_refuses_a_status_that_is_no_object(tmp_path):
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(StorageError, match=r"run\.json does not hold an object"):
+        RunStatus(tmp_path / "run.json").update(status="running")
+
+
 def test_status_writes_progress_at_most_once_a_second(tmp_path):
     clock = FakeClock()
     status = RunStatus(tmp_path / "run.json", clock=clock)
