@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -55,22 +56,29 @@ class RunProgress:
 def progress(run: Run, status: Mapping[str, Any]) -> RunProgress:
     """Read the progress of ``run``. ``status``: the content of its run.json."""
     scu, memory = last_row(run.path / "scu_history.json"), last_row(run.path / "memory_history.json")
-    smoothed_s, logged = scu.get("s_ema"), last_row(run.path / "log_history.json", "throughput/samples_per_second")
+    smoothed_s, logged = _number(scu, "s_ema"), last_row(run.path / "log_history.json", "throughput/samples_per_second")
     return RunProgress(
-        **{name: status.get(name) for name in ("step", "max_steps", "loss", "eta_s")},
+        **{name: _number(status, name) for name in ("step", "max_steps", "loss", "eta_s")},
         unit=status.get("unit") or "token",
         started_s=seconds(status.get("started")),
         updated_s=seconds(status.get("updated")),
-        s=scu.get("s") if smoothed_s is None else smoothed_s,
-        s_target=scu.get("s_target"),
-        strength=scu.get("lambda"),
+        s=_number(scu, "s") if smoothed_s is None else smoothed_s,
+        s_target=_number(scu, "s_target"),
+        strength=_number(scu, "lambda"),
         **{
-            name: memory.get(name)
+            name: _number(memory, name)
             for name in ("rows_per_chunk", "tokens_per_chunk", "used_bytes", "peak_bytes", "limit_bytes")
         },
-        samples_per_second=logged.get("throughput/samples_per_second"),
-        checkpoint=newest_checkpoint(run.path, status.get("step")),
+        samples_per_second=_number(logged, "throughput/samples_per_second"),
+        checkpoint=newest_checkpoint(run.path, _number(status, "step")),
     )
+
+
+def _number(row: Mapping[str, Any], name: str) -> Optional[float]:
+    """Return a finite number that fits a float; None for anything else, which only a damaged file holds."""
+    value = row.get(name)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if is_number and abs(value) <= sys.float_info.max else None
 
 
 def seconds(moment: Any) -> Optional[float]:
@@ -114,7 +122,7 @@ def last_row(path: Path, holds: Optional[str] = None) -> dict[str, Any]:
     for line in reversed(last_lines(path, 3 if holds is None else 12)):
         try:
             row = json.loads(line.rstrip().rstrip(","))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and (holds is None or holds in row):
             return row
@@ -161,7 +169,9 @@ def _is_complete(checkpoint: Path) -> bool:
     content = _read_object(manifest)
     listed = None if content is None else content.get("files")
     return isinstance(listed, dict) and all(
-        (checkpoint / name).is_file() and (checkpoint / name).stat().st_size == entry["bytes"]
+        isinstance(entry, dict)
+        and (checkpoint / name).is_file()
+        and (checkpoint / name).stat().st_size == entry.get("bytes")
         for name, entry in listed.items()
     )
 
@@ -169,6 +179,6 @@ def _is_complete(checkpoint: Path) -> bool:
 def _read_object(path: Path) -> Optional[dict[str, Any]]:
     try:
         content = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

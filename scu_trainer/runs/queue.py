@@ -20,6 +20,7 @@ from typing import Optional
 from scu_trainer.errors import StorageError
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.runs.process import Identity, System, is_alive
+from scu_trainer.runs.store import has_type
 
 LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 5.0
@@ -140,7 +141,13 @@ class DeviceQueue:
                 if path.exists():
                     raise
                 continue  # it left the queue in the meantime
-            found.append(QueueEntry(content["number"], Identity(**content["process"]), content["run"]))
+            try:
+                place = QueueEntry(content["number"], Identity(**content["process"]), content["run"])
+            except (KeyError, TypeError):
+                place = None
+            if not has_type(place, QueueEntry):
+                raise StorageError(f"{path} is not a place in the queue of {self.device}; delete it")
+            found.append(place)
         return found
 
     def _file(self, number: int) -> Path:

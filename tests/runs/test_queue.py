@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scu_trainer.errors import StorageError
 from scu_trainer.runs import queue as subject
 from scu_trainer.runs import room
 from scu_trainer.runs.process import Identity, ProcessInfo, System
@@ -53,6 +54,14 @@ def test_the_dead_count_for_nothing_and_go_when_the_next_joins(tmp_path):
     ((three, third),) = joined(tmp_path, machine, 3)
     assert third.number == 3 and len(list((tmp_path / "gpu-0").glob("*.json"))) == 2
     assert not three.take_turn(third)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"number": 1, "process": {"pid": 1}, "run": "a"}', "[" * 5000])
+def test_a_damaged_place_is_one_message(tmp_path, content):
+    ((line, place),) = joined(tmp_path, Laid(1), 1)
+    (tmp_path / "gpu-0" / "00000001.json").write_text(content)
+    with pytest.raises(StorageError, match=r"00000001\.json"):
+        line.take_turn(place)
 
 
 def test_a_place_that_goes_while_it_is_read_is_passed_over(tmp_path, monkeypatch):

@@ -192,6 +192,39 @@ def test_a_torn_file_of_one_run_is_told_and_harms_no_other(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"starts": "x"},
+        {"directory": 3},
+        {"devices": [1]},
+        {"notes": [["x"]]},
+        {"process": {"pid": 1, "born": 1.0, "boot": 3, "host": "x"}},
+        {"options": {"nice": None}},
+    ],
+    ids=str,
+)
+def test_a_record_with_a_value_of_another_type_is_told(tmp_path, changes):
+    run = laid_run(tmp_path)
+    path = run.folder / "start.json"
+    write_json(path, {**json.loads(path.read_text()), **changes})
+    assert "not the record of a background run" in report(run, System()).state.detail
+
+
+@pytest.mark.parametrize("value", ["x", [], {"a": 1}, 10**400, "[" * 5000], ids=lambda value: str(value)[:9])
+def test_values_that_no_run_writes_are_not_shown(tmp_path, value):
+    run = laid_run(tmp_path)
+    text = value if value == "[" * 5000 else json.dumps(value)
+    row = ", ".join(f'"{name}": {text}' for name in ("s", "s_ema", "s_target", "lambda", "peak_bytes"))
+    for name in ("scu_history.json", "memory_history.json"):
+        (tmp_path / name).write_text(f"[\n{{{row}}}\n]")
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}" if isinstance(value, list) else text)
+    (tmp_path / "checkpoint-4" / "manifest.json").write_text(f'{{"files": {{"trainer_state.json": {text}}}}}')
+    facts = dict(words.facts(report(run, System())))
+    assert not {"S", "lambda", "memory", "checkpoint"} & {*facts} and facts["step"] == "20/80"
+
+
+@pytest.mark.parametrize(
     ("pid", "age_s", "status"),
     [
         ("own", 0.0, "running"),
