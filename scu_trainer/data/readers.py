@@ -12,13 +12,16 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from scu_trainer.data.json_files import encoding_advice, read_json_file, read_json_lines
 from scu_trainer.data.opening import open_data_file, shown_name
 from scu_trainer.data.records import Record, table_records
 from scu_trainer.errors import DataError, did_you_mean
 from scu_trainer.figures import count_text, first_few
+
+if TYPE_CHECKING:
+    import pyarrow
 
 BLANK_TWICE = 2  # blank lines between the documents of a single .txt file
 BLANK_ONCE = 1  # blank lines between paragraphs
@@ -169,9 +172,15 @@ def _read_arrow(path: Path) -> Iterator[Record]:
             require_unique_columns(f"{path}", reader.schema.names)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             parts = (batch.slice(start, 256) for batch in batches for start in range(0, batch.num_rows, 256))
-            yield from table_records(shown_name(path), (row for part in parts for row in part.to_pylist()))
+            yield from table_records(shown_name(path), (row for part in parts for row in _checked(part).to_pylist()))
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"{path} is not readable as an Arrow file: {error}") from None
+
+
+def _checked(batch: pyarrow.RecordBatch) -> pyarrow.RecordBatch:
+    """Raise ArrowInvalid for offsets that point outside of the file, which would end the process instead."""
+    batch.validate(full=True)
+    return batch
 
 
 READERS = {

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import struct
 
 import pyarrow
 import pytest
@@ -157,6 +158,17 @@ def test_what_follows_behind_a_list_is_not_lost(tmp_path, behind):
     assert len(list(read_file(path, "text"))) == len(ROWS)
     path.write_text(json.dumps(ROWS) + behind)
     with pytest.raises(DataError, match="after 6 rows: more text follows the end of the list"):
+        list(read_file(path, "text"))
+
+
+def test_an_arrow_file_with_a_damaged_offset_is_refused(tmp_path):
+    """With other offsets than this one, reading outside of the file ends the process by a signal."""
+    path = tmp_path / "a.arrow"
+    feather.write_feather(pyarrow.table([["one", "four"]], names=["text"]), path, compression="uncompressed")
+    offsets = struct.pack("<3i", 0, 3, 7)
+    assert path.read_bytes().count(offsets) == 1
+    path.write_bytes(path.read_bytes().replace(offsets, struct.pack("<3i", 0, -3, 7)))
+    with pytest.raises(DataError, match=r"a\.arrow is not readable as an Arrow file: .*offset"):
         list(read_file(path, "text"))
 
 
