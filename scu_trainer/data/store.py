@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scu_trainer.errors import StorageError
+from scu_trainer.errors import StorageError, UserError
 from scu_trainer.run_files import free_space_hint, sync
 
 if TYPE_CHECKING:
@@ -87,12 +87,20 @@ def write_arrow(path: Path, schema: pyarrow.Schema, batches: Iterable[pyarrow.Re
 def open_arrow(path: Path) -> datasets.Dataset:
     """Return the memory-mapped rows of a file written by ``write_arrow``."""
     import datasets
-    import pyarrow
 
-    try:
+    with reading_cache(path.parent):
         return datasets.Dataset.from_file(str(path))
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise StorageError(f"cached data in {path.parent} cannot be read ({error}); delete that folder") from error
+
+
+@contextmanager
+def reading_cache(folder: Path) -> Iterator[None]:
+    """Inside, an error that a damaged file in ``folder`` raises becomes a StorageError that names the folder."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise StorageError(f"cached data in {folder} cannot be read ({error}); delete that folder") from error
 
 
 class StoredArrays(Mapping[str, "numpy.ndarray"]):

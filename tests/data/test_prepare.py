@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 
 import datasets
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from scu_trainer.data import prepare
 from scu_trainer.data.text import documents
 from scu_trainer.data.text.encode import EMPTY, NOTHING_TO_LEARN, UNREADABLE
-from scu_trainer.errors import DataError
+from scu_trainer.errors import DataError, StorageError
 from scu_trainer.settings import DataSettings
 from tests import processes
 
@@ -40,6 +41,22 @@ def test_rows_have_the_promised_columns(prepared, jsonl):
     assert data.eval.column_names == ["input_ids", "labels", "length", "document"]
     assert all(len(row["input_ids"]) == row["length"] == 32 for row in data.train.select(range(len(data.train) - 1)))
     assert "position_ids" in prepared(jsonl(ROWS), isolate_documents=True).train.column_names
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[1]", b"{", b'{"x": 1}', b"\xff", b"[" * 5000], ids=lambda content: content[:8]
+)
+def test_a_damaged_file_of_the_cache_says_which_folder_to_delete(prepared, jsonl, tmp_path, content):
+    path = jsonl(ROWS[:4])
+    prepared(path)
+    for damaged in sorted((tmp_path / "cache").rglob("*.json"), reverse=True):  # tokenized before documents
+        whole = damaged.read_bytes()
+        damaged.write_bytes(content)
+        if damaged.parent.parent.name == "documents":  # read to make the rows, which are there
+            shutil.rmtree(tmp_path / "cache" / "tokenized")
+        with pytest.raises(StorageError, match=f"{damaged.parent} cannot be read"):
+            prepared(path)
+        damaged.write_bytes(whole)
 
 
 def test_rows_survive_save_to_disk(prepared, jsonl, tmp_path):

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
+import pytest
+
 from scu_trainer.data import embedded_tokenizer
 from scu_trainer.data.text import tokenizer as tokenizer_module
+from scu_trainer.errors import StorageError
 
 
 def test_size_and_distinct_special_tokens(tokenizer):
@@ -34,6 +40,14 @@ def test_it_is_trained_once(tokenizer, embedded_cache, monkeypatch):
 
     monkeypatch.setattr(tokenizer_module, "_train", fail)
     assert embedded_tokenizer(embedded_cache).get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_damaged_one_says_which_folder_to_delete(tokenizer, embedded_cache, tmp_path):
+    kept = Path(shutil.copytree(embedded_cache / "tokenizer", tmp_path / "tokenizer"))
+    (damaged,) = kept.glob("*/tokenizer.json")
+    damaged.write_text(damaged.read_text().replace('"BPE"', '"BQE"'))
+    with pytest.raises(StorageError, match=f"{damaged.parent} cannot be read"):
+        embedded_tokenizer(tmp_path)
 
 
 def test_chat_template(tokenizer):

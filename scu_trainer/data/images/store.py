@@ -20,7 +20,7 @@ import torch
 from scu_trainer.data.images.decode import CONVERTIBLE, MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images.records import ImageSource
 from scu_trainer.data.statistics import DropCounts
-from scu_trainer.data.store import build_once, digest_of, storage_errors
+from scu_trainer.data.store import build_once, digest_of, reading_cache, storage_errors
 from scu_trainer.errors import DataError
 from scu_trainer.figures import count_text
 from scu_trainer.run_files import require_room
@@ -190,7 +190,9 @@ def stored_images(
     digest = digest_of(STORE_VERSION, source.identity, numbers.tolist(), kind.identity, skip_bad_rows)
     folder = cache_dir / "images" / digest
     build_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
-    return StoredImages(folder, kind.shape, DecodingStatistics(**json.loads((folder / "about.json").read_text())))
+    with reading_cache(folder):
+        about = DecodingStatistics(**json.loads((folder / "about.json").read_text()))
+    return StoredImages(folder, kind.shape, about)
 
 
 def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: PixelFormat, skip_bad_rows: bool) -> None:

@@ -32,7 +32,7 @@ from scu_trainer.data.sensors.manifest import (
 )
 from scu_trainer.data.sensors.store import Recordings, Sample, Store, write_store
 from scu_trainer.data.sensors.synthetic import DEFAULT_CLASSES, ceiling_alone, report_of, side_of, synthetic
-from scu_trainer.data.store import build_once, digest_of
+from scu_trainer.data.store import build_once, digest_of, reading_cache
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 
@@ -268,8 +268,10 @@ def _cached_source(
         write_store(new, wanted, unnumbered())
         (new / "books.json").write_text(json.dumps({"numbers": numbers, "books": statistics.as_dict()}))
 
-    written = json.loads((build_once(folder, build) / "books.json").read_text())
-    statistics, store = SampleStatistics(**written["books"]), Store(folder)
+    build_once(folder, build)
+    with reading_cache(folder):
+        written = json.loads((folder / "books.json").read_text())
+        statistics, store = SampleStatistics(**written["books"]), Store(folder)
     if not len(store):
         raise DataError(f"{name} has no recording to learn from; {'; '.join(statistics.lines())}")
     return SensorSource(name, store, label_names, offered, numpy.array(written["numbers"]), statistics)

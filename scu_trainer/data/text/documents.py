@@ -12,7 +12,7 @@ import numpy
 
 from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics, add_counts
-from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, reading_cache, write_arrow
 from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, Reading, encode_records
 from scu_trainer.data.text.packing import NumberedDocument, record_batches
 from scu_trainer.errors import DataError
@@ -74,7 +74,8 @@ def tokenized_documents(
 
     name = digest_of(DOCUMENTS_VERSION, source.identity, encoder.identity, limit)
     folder = build_once(cache_dir / "documents" / name, write)
-    statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
+    with reading_cache(folder):
+        statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
     return TokenizedDocuments(open_arrow(folder / "documents.arrow"), statistics)
 
 

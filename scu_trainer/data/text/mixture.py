@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Optional
 import numpy
 
 from scu_trainer.data.statistics import DataStatistics, set_shares
-from scu_trainer.data.store import build_once, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, open_arrow, reading_cache, write_arrow
 from scu_trainer.data.text import prepare as one_source
 from scu_trainer.data.text.mixture_plan import (
     MixturePlan,
@@ -145,7 +145,8 @@ def _open(
     )
     if mixture.shares is not None:
         train = train.select(_epoch_order(mixture, parts))
-    statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
+    with reading_cache(folder):
+        statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
     held_out_statistics = None if held_out is None else held_out.statistics
     # Notes are not cached: they also describe files next to the data, as of now.
     statistics.notes = statistics_of(mixture, [part.statistics for part in parts], held_out_statistics).notes

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scu_trainer.data.embedded import embedded_identity, read_embedded
-from scu_trainer.data.store import build_once
+from scu_trainer.data.store import build_once, reading_cache
 from scu_trainer.data.text.chat import read_chat_template
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def embedded_tokenizer(cache_dir: Path) -> PreTrainedTokenizerFast:
 
     name = "-".join(["bpe", str(TOKENIZER_VERSION), *embedded_identity("python_docs")[2:]])
     folder = build_once(cache_dir / "tokenizer" / name, lambda new: _train(cache_dir).save_pretrained(new))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    with reading_cache(folder):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = read_chat_template(CHAT_TEMPLATE)  # the cached one may be of an earlier version
     return tokenizer
 

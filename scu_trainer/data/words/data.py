@@ -19,7 +19,7 @@ import numpy
 
 from scu_trainer.data.sources import Source, held_out_source, notes_of, training_source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, reading_cache, write_arrow
 from scu_trainer.data.text.packing import (
     NumberedDocument,
     held_out_rows,
@@ -174,17 +174,18 @@ def _source(data: DataSettings, own: WordSettings, cache_dir: Path, is_held_out:
 def _open(folder: Path) -> PreparedWords:
     from transformers import PreTrainedTokenizerFast
 
-    described = json.loads((folder / "words.json").read_text())
-    documents = tuple(HeldOutDocument(*item) for item in described["eval_documents"])
-    return PreparedWords(
-        train=open_arrow(folder / "train.arrow"),
-        eval=open_arrow(folder / "eval.arrow") if documents else None,
-        statistics=WordStatistics(**described["books"]),
-        fingerprint=described["fingerprint"],
-        eval_documents=documents,
-        tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
-        category_names=tuple(described["category_names"]),
-    )
+    with reading_cache(folder):
+        described = json.loads((folder / "words.json").read_text())
+        documents = tuple(HeldOutDocument(*item) for item in described["eval_documents"])
+        return PreparedWords(
+            train=open_arrow(folder / "train.arrow"),
+            eval=open_arrow(folder / "eval.arrow") if documents else None,
+            statistics=WordStatistics(**described["books"]),
+            fingerprint=described["fingerprint"],
+            eval_documents=documents,
+            tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
+            category_names=tuple(described["category_names"]),
+        )
 
 
 def _write(folder: Path, plan: _Plan) -> None:

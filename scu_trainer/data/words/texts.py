@@ -14,7 +14,7 @@ import xxhash
 from scu_trainer.data.records import BadRow, Record
 from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, reading_cache, write_arrow
 from scu_trainer.data.text.documents import StoredDocuments
 from scu_trainer.data.text.encode import EMPTY, UNREADABLE, batched
 from scu_trainer.data.text.packing import record_batches
@@ -71,7 +71,9 @@ def stored_texts(
 
     name = digest_of(TEXTS_VERSION, source.identity, columns, skip_bad_rows, limit)
     folder = build_once(cache_dir / "texts" / name, write)
-    texts = Texts(open_arrow(folder / "texts.arrow"), DataStatistics(**json.loads((folder / "books.json").read_text())))
+    with reading_cache(folder):
+        statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
+    texts = Texts(open_arrow(folder / "texts.arrow"), statistics)
     if not len(texts):
         raise DataError(
             f"{source.name} has no text to learn from. {texts.statistics.rows_read:,} rows read, dropped: "
