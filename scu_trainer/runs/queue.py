@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Optional
 
 from scu_trainer.errors import StorageError
+from scu_trainer.json_types import misfit
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.runs.process import Identity, System, is_alive
-from scu_trainer.runs.store import has_type
 
 LOOK_EVERY_S = 0.5
 ROOM_EVERY_S = 5.0
@@ -141,13 +141,10 @@ class DeviceQueue:
                 if path.exists():
                     raise
                 continue  # it left the queue in the meantime
-            try:
-                place = QueueEntry(content["number"], Identity(**content["process"]), content["run"])
-            except (KeyError, TypeError):
-                place = None
-            if not has_type(place, QueueEntry):
-                raise StorageError(f"{path} is not a place in the queue of {self.device}; delete it")
-            found.append(place)
+            wrong = misfit(content, QueueEntry, "it", null_is_nan=False)
+            if wrong is not None:
+                raise StorageError(f"{path} is not a place in the queue of {self.device} ({wrong}); delete it")
+            found.append(QueueEntry(content["number"], Identity(**content["process"]), content["run"]))
         return found
 
     def _file(self, number: int) -> Path:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import types
-import typing
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import SettingsError, StorageError, did_you_mean
+from scu_trainer.json_types import misfit
 from scu_trainer.run_files import read_json, read_status, write_json
 from scu_trainer.runs.process import Identity
 
@@ -141,34 +140,19 @@ def _parse_record(content: Any, path: Path) -> RunRecord:
     try:
         content = {"directory": str(path.absolute().parents[1]), **content}  # older records lack this field
         known = {item.name: content[item.name] for item in fields(RunRecord)}
+        wrong = misfit(known, RunRecord, "the record", null_is_nan=False)
+        if wrong is not None:
+            raise TypeError(wrong)
         for name in ("flags", "devices", "notes"):
             known[name] = tuple(known[name])
         known["options"] = Options(**known["options"])
         known["spawner"] = Identity(**known["spawner"])
         known["process"] = None if known["process"] is None else Identity(**known["process"])
-        hints = typing.get_type_hints(RunRecord)
-        wrong = next((name for name, value in known.items() if not has_type(value, hints[name])), None)
-        if wrong is not None:
-            raise TypeError(f"its {wrong} is {known[wrong]!r:.100}")
         return RunRecord(**known)
     except (KeyError, TypeError) as error:
         raise StorageError(
             f"{path} is not the record of a background run ({error}); delete the folder {path.parent}"
         ) from error
-
-
-def has_type(value: Any, hint: Any) -> bool:
-    """Whether ``value``, and what it holds, has the type that the field of a dataclass declares."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(has_type(value, part) for part in parts)
-    if origin in (tuple, dict):
-        inside = value.values() if isinstance(value, dict) else value
-        return isinstance(value, origin) and all(has_type(item, parts[origin is dict]) for item in inside)
-    if is_dataclass(hint):
-        declared = typing.get_type_hints(hint).items()
-        return isinstance(value, hint) and all(has_type(getattr(value, name), kind) for name, kind in declared)
-    return isinstance(value, (int, float) if hint is float else hint)
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------

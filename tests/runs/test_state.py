@@ -195,6 +195,8 @@ def test_a_torn_file_of_one_run_is_told_and_harms_no_other(tmp_path):
     "changes",
     [
         {"starts": "x"},
+        {"asked_s": None},
+        {"process": {"pid": 1, "born": None, "boot": "b", "host": "x"}},
         {"directory": 3},
         {"devices": [1]},
         {"notes": [["x"]]},
