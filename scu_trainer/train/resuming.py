@@ -92,8 +92,13 @@ def is_evaluation_missing(state: Any, args: Any) -> bool:
     """Return whether the run resumes from the end of an epoch that was saved before it was evaluated. The stock Trainer
     skips that evaluation: its log row and best model are missing, and later steps draw other random numbers."""
     is_due = args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
+    return is_due and is_at_epoch_end(state) and not is_evaluated(state)
+
+
+def is_evaluated(state: Any) -> bool:
+    """Return whether the log has an evaluation at the current step."""
     rows = (row for row in state.log_history if row["step"] == state.global_step)
-    return is_due and is_at_epoch_end(state) and not any(name.startswith("eval_") for row in rows for name in row)
+    return any(name.startswith("eval_") for row in rows for name in row)
 
 
 def warn_about_no_step(trainer: Any) -> None:
@@ -225,6 +230,13 @@ def _warn_about_skipped_pass(checkpoint: Path, trainer: Any) -> None:
     if trainer.args.ignore_data_skip or has_length(trainer.train_dataset) or not trainer.is_stock:
         return
     passes, _ = stream_position(checkpoint, 1)
+    if trainer.args.eval_strategy == "epoch" and is_evaluated(trainer.state):  # so a pass ends with this checkpoint
+        logger.warning(
+            "the data have no length, and a pass over them ended with %s: the stock Trainer evaluates again at the end "
+            "of that pass, and later steps draw other random numbers. Turn on any loop, for example "
+            "safety=SafetySettings(), to continue with the next pass",
+            checkpoint,
+        )
     if passes:
         logger.warning(
             "the data have no length, and this run is in pass %d over them: the stock Trainer skips as many "

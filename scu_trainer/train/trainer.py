@@ -57,6 +57,7 @@ from scu_trainer.train.loss.wrap import batches_to_count, prepare_wrapped_traine
 from scu_trainer.train.resuming import (
     advance_schedule,
     check_resume,
+    is_evaluated,
     is_evaluation_missing,
     stream_position,
     warn_about_loader,
@@ -373,6 +374,12 @@ class SCUTrainer(Trainer):
         """Log, save and evaluate for an epoch that was saved after its last step but before its evaluation."""
         self.control = DefaultFlowCallback().on_epoch_end(self.args, self.state, self.control)
         self._maybe_log_save_evaluate(self._tr_loss, None, model, trial, self.state.epoch, ignore_keys, start_time)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        is_resumed_here = self.state.global_step == self._initial_global_step > 0 and not self.is_stock
+        if is_resumed_here and is_evaluated(self.state):  # at the end of a pass over a stream that was trained before
+            self.control.should_evaluate = False
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         is_resumed_at_end = self.state.global_step == self._initial_global_step > 0 and not self.is_stock

@@ -139,6 +139,21 @@ def test_data_without_a_length_go_on_in_the_pass_that_was_interrupted(tmp_path, 
     assert runs == {"ours": (True, False), "stock": (step < 8, step == 8)}
 
 
+@pytest.mark.parametrize("looped", [True, False])
+def test_a_pass_over_a_stream_is_evaluated_once_at_its_end(tmp_path, caplog, looped):
+    """Where a loop is on: the checkpoint of its last step holds the evaluation, and the dropout that comes after it."""
+    given = {"dataset": Stream(), "eval_dataset": Rows(4), "max_steps": 6, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    given |= {f"{what}_strategy": "epoch" for what in ("eval", "save")} | {"load_best_model_at_end": True}
+    given |= {"safety": SafetySettings() if looped else None}
+    runs = [
+        trained(MODELS["lora"](), tmp_path, resume=resume, **given) for resume in (None, f"{tmp_path}/checkpoint-5")
+    ]
+    steps = [[row["step"] for row in run.state.log_history if "eval_loss" in row] for run in runs]
+    assert steps == [[5, 6], [5, 6] if looped else [5, 5, 6]]
+    assert same(*(weights_of(run.model) for run in runs)) is looped
+    assert ("a pass over them ended with" in caplog.text) is not looped
+
+
 def test_data_without_a_length_go_on_where_they_were_with_another_accumulation_too(tmp_path):
     def rows_of(name, **changes):
         seen, model = [], llama()
