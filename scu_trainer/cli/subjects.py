@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
-from scu_trainer.errors import DataError, ModelError
+from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.hub.facts import read_made_file, run_directory_of
 from scu_trainer.models.loading.load import config_of
 from scu_trainer.models.loading.names import (
@@ -19,7 +19,7 @@ from scu_trainer.models.loading.names import (
 )
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
-from scu_trainer.run_files import read_json, resolve_from_run
+from scu_trainer.run_files import read_object, resolve_from_run
 from scu_trainer.runs.process import System
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import ROOT, Run
@@ -115,11 +115,11 @@ class Subject:
     def own(self, task: str) -> Any:
         """Return the settings that only ``task`` has, from its run or with their defaults; None if there are none."""
         kind = KINDS[task].settings
-        return None if kind is None else _settings_from(kind, self.run or {"configuration": {}})
+        return None if kind is None else _settings_from(kind, self.run or {"configuration": {}}, self.source)
 
     @property
     def data(self) -> DataSettings:
-        data = _settings_from(DataSettings, self.run)
+        data = _settings_from(DataSettings, self.run, self.source)
         return replace(data, dataset=self._resolved(data.dataset), eval_dataset=self._resolved(data.eval_dataset))
 
     def _resolved(self, dataset: Any) -> Any:
@@ -130,9 +130,10 @@ class Subject:
 
 
 def _task_in(config_file: Path) -> str:
-    config = read_json(config_file) if config_file.is_file() else {}
-    if config.get("model_type") in MODEL_TYPES:
-        return MODEL_TYPES[config["model_type"]]
+    config = read_object(config_file) if config_file.is_file() else {}
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in MODEL_TYPES:
+        return MODEL_TYPES[kind]
     names = config.get("architectures")
     is_image = isinstance(names, list) and any(str(name).endswith("ForImageClassification") for name in names)
     return "image-classification" if is_image else TEXT
@@ -155,7 +156,7 @@ def subject_of(name: str) -> Subject:
     check_source(str(path), typed="")
     run = description_of(run_folder)
     overrides = {"model_name_or_path": str(path), "trust_remote_code": False, "allow_pickle": False}
-    return Subject(name, replace(_settings_from(ModelSettings, run), **overrides), run)
+    return Subject(name, replace(_settings_from(ModelSettings, run, path), **overrides), run)
 
 
 def _refuse_comparison(path: Path) -> None:
@@ -186,15 +187,22 @@ def _require_finished(run: Path) -> None:
 
 def description_of(run: Path) -> dict[str, Any]:
     """Return the training_config.json of ``run``. Raises ModelError if it is not ours, StorageError if it is torn."""
-    content = read_json(run / CONFIG_FILE)
-    if not isinstance(content, dict) or not {"configuration", "seed", "data"} <= {*content}:
+    content = read_object(run / CONFIG_FILE)
+    settings = content.get("configuration")
+    is_ours = (
+        isinstance(settings, dict) and isinstance(content.get("data"), dict) and isinstance(content.get("seed"), int)
+    )
+    if not is_ours or settings.get("task", TEXT) not in list(KINDS):
         raise ModelError(f"{run / CONFIG_FILE} was not written by scu-trainer train; move it away and give --dataset")
     return content
 
 
-def _settings_from(kind: type, run: dict[str, Any]) -> Any:
+def _settings_from(kind: type, run: dict[str, Any], folder: Union[str, Path]) -> Any:
     names = {item.name for item in fields(kind)}
-    return kind(**{name: value for name, value in run["configuration"].items() if name in names})
+    try:
+        return kind(**{name: value for name, value in run["configuration"].items() if name in names})
+    except SettingsError as error:
+        raise SettingsError(f"in the {CONFIG_FILE} of {folder}, {error}") from error
 
 
 def merged_subject(subject: Subject, dtype: str) -> Subject:

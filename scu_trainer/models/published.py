@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
 
-from scu_trainer.run_files import read_json
+from scu_trainer.run_files import read_object
 
 ADAPTER = ("adapter_config.json", "adapter_model*.safetensors", "adapter_model.safetensors.index.json")
 MODEL = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
@@ -22,7 +22,7 @@ def model_files(folder: Path) -> tuple[str, ...]:
     """Return the patterns of the files of a full model. Python files count only if the model's configuration refers to
     code: other Python files in the folder of a run belong to the user."""
     config = folder / "config.json"
-    has_code = config.is_file() and "auto_map" in read_json(config)
+    has_code = config.is_file() and "auto_map" in read_object(config)
     return (*MODEL, "*.py") if has_code else MODEL
 
 

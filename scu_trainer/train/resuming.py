@@ -13,7 +13,7 @@ import torch
 from transformers.trainer_utils import has_length
 
 from scu_trainer.data.numbered import Numbered, is_random_per_read
-from scu_trainer.run_files import read_json
+from scu_trainer.run_files import read_object
 from scu_trainer.train.checkpoints.adapters import check_adapter
 from scu_trainer.train.checkpoints.compatibility import facts_of, warn_about_changes
 from scu_trainer.train.checkpoints.findings import EPOCH_START, STATE, has_optimizer, saved_step
@@ -77,7 +77,7 @@ def warn_about_resume(checkpoint: Path, trainer: Any, steps_per_epoch: int) -> N
 def stream_position(checkpoint: Path, accumulated: int) -> tuple[int, int]:
     """Return (completed passes, completed batches of the next) for data without a length: the stock Trainer takes all
     passes for one epoch, and skips more batches than one has. ``accumulated``: batches per step, if not recorded."""
-    state = read_json(checkpoint / STATE)
+    state = read_object(checkpoint / STATE)
     passes, part = divmod(state["epoch"], 1)
     accumulated_before = facts_of(checkpoint).get("configuration", {}).get("gradient_accumulation_steps", accumulated)
     return int(passes), round(part * state["max_steps"] * accumulated_before)

@@ -25,6 +25,7 @@ from scu_trainer.cli.main import main
 from scu_trainer.cli.origin import source_run_of, with_source_run
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.data import prepare
+from scu_trainer.errors import UserError
 from scu_trainer.models.loading.load import load_tokenizer
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.train.evaluation.scoring import BootstrapInterval
@@ -349,6 +350,20 @@ def test_an_embedded_dataset_is_not_a_folder_of_its_name_above_the_run(broken_ru
     described["configuration"]["dataset"] = broken_run.name
     write_json(broken_run / "training_config.json", described)
     assert subject_of(str(broken_run)).data.dataset == broken_run.name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"configuration": "x"}, {"data": None}, {"seed": "x"}, {"configuration": {"task": ["x"]}},
+     {"configuration": {"text_column": 3, "streaming": "no"}}, {"configuration": {"tuning": ["x"]}}],
+    ids=str,
+)  # fmt: skip
+def test_settings_of_a_run_that_are_none_are_told_with_their_file(broken_run, changes):
+    edit_json(broken_run / "training_config.json", **changes)
+    with pytest.raises(
+        UserError, match=r"training_config\.json.* was not written by|in the training_config\.json of .*run, "
+    ):
+        _ = subject_of(str(broken_run)).data
 
 
 def test_a_chat_template_file_is_no_longer_needed(evaluate, broken_run):

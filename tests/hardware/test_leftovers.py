@@ -225,6 +225,15 @@ def test_all_that_is_free_goes_and_results_stay(words, tmp_path, cache, capsys):
     assert capsys.readouterr().out == "0 bytes: scu-trainer has nothing to free\n"
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "{}", "3", '{"configuration": "x"}', '{"configuration": {"offload_folder": 3}}']
+)
+def test_a_description_of_another_shape_names_no_folder(words, tmp_path, content, capsys):
+    (tmp_path / "runs" / "a" / "training_config.json").write_text(content)
+    assert hardware.main([*words, "--dry_run"]) == 0
+    assert "scu-trainer-deadrun1" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("more", [["--dry_run"], ["--dry-run", "--yes"], []])
 def test_without_a_yes_nothing_goes(words, more, cache, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)

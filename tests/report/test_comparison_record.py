@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scu_trainer.cli.comparison.runs import exit_code
+from scu_trainer.errors import StorageError
 from scu_trainer.report.ablation import Comparison, result_rows
 from scu_trainer.report.comparison import text
 from scu_trainer.report.comparison.report import find_wrong_type, metrics_of, record
@@ -135,6 +136,18 @@ def test_tracking_error_is_taken_after_settling(folder):
     assert metrics_of(folder / "runs" / "model-seed0")["tracking_error"] == pytest.approx(0.2 / 3)
     plain = metrics_of(folder / "runs" / "none-seed0")
     assert plain["tracking_error"] is None and plain["settling_step"] is None and plain["overhead_fraction"] is None
+
+
+@pytest.mark.parametrize("name", ["scu_metrics.json", "training_config.json"])
+@pytest.mark.parametrize("content", ["[]", "null", '"x"', '{"steps": "x"}', '{"data": [1], "curriculum": [1]}'])
+def test_files_of_a_run_of_another_shape_are_named(folder, name, content):
+    run = folder / "runs" / "model-seed0"
+    (run / name).write_text(content)
+    if name == "training_config.json" and content == '{"steps": "x"}':
+        assert metrics_of(run)["data_fingerprint"] is None
+        return
+    with pytest.raises(StorageError, match=f"{run}/(scu_metrics|{name[:-5]}).json"):
+        metrics_of(run)
 
 
 def test_failed_and_missing_runs_are_told_in_their_row(folder):

@@ -10,6 +10,7 @@ import pytest
 
 from scu_trainer.cli.comparison.sweep import Sweep
 from scu_trainer.errors import SettingsError, StorageError
+from scu_trainer.run_files import read_json, write_json
 from scu_trainer.runs.process import TOKEN_VARIABLE
 from scu_trainer.runs.studies.comparison import Hands, Runner, spawn, state_after_exit, variables, words
 from scu_trainer.runs.studies.comparison_arms import chosen_arms
@@ -183,6 +184,19 @@ def test_a_plan_comes_back_as_it_was_and_accepts_only_itself(tmp_path):
 def test_a_file_that_is_no_plan_is_refused(tmp_path):
     (tmp_path / "plan.json").write_text("[]")
     with pytest.raises(StorageError, match="is not a comparison plan"):
+        read_plan(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"arms": [{}]}, {"arms": 3}, {"resolved": {}}, {"resolved": -1}, {"seeds": None}, "bytes"]
+)
+def test_a_damaged_plan_is_refused(tmp_path, damage):
+    write_plan(plan(tmp_path))
+    if damage == "bytes":
+        next((tmp_path / "arms").iterdir()).write_bytes(b"\xff")
+    else:
+        write_json(tmp_path / "plan.json", {**read_json(tmp_path / "plan.json"), **damage})
+    with pytest.raises(StorageError, match=r"plan\.json, or a file in .*arms, is not as it was written"):
         read_plan(tmp_path)
 
 

@@ -26,7 +26,7 @@ from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.errors import SettingsError, Stopped, require_packages
 from scu_trainer.figures import UNITS, held_out_size
-from scu_trainer.run_files import read_json, read_rows, require_writable, write_json, write_text
+from scu_trainer.run_files import read_object, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import environment
 from scu_trainer.runs.queue import DeviceQueue, wait_for_turn
 from scu_trainer.runs.studies import comparison
@@ -213,7 +213,7 @@ class Sweep(StopCounter):
         return process.poll()
 
     def _metrics(self, name: str) -> dict[str, Any]:
-        return read_json(self.folder_of(name) / "scu_metrics.json")
+        return read_object(self.folder_of(name) / "scu_metrics.json")
 
     def _held_out_bits(self, name: str) -> Optional[float]:
         return (self._metrics(name).get("held_out_bpt_after") or {}).get("value")

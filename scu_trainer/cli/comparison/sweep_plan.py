@@ -14,7 +14,7 @@ from typing import Any, Optional
 
 from scu_trainer.cli.main import figures_table
 from scu_trainer.errors import SettingsError
-from scu_trainer.run_files import read_json, write_json, write_text
+from scu_trainer.run_files import read_object, write_json, write_text
 from scu_trainer.runs.studies.comparison_plan import differences
 from scu_trainer.runs.studies.search import Axis
 
@@ -62,7 +62,7 @@ class SweepPlan:
             write_text(self.folder / "base.yaml", self.text)
             write_json(path, self.as_dict())
             return
-        stored, current = read_json(path), json.loads(json.dumps(self.as_dict()))
+        stored, current = read_object(path), json.loads(json.dumps(self.as_dict()))
         changes = [
             f"{key} was {stored.get(key)}, now {current[key]}"
             for key in ("search", "seed")

@@ -27,7 +27,7 @@ from scu_trainer.hardware.watching.leftovers import (
     size_bytes,
     users,
 )
-from scu_trainer.run_files import format_bytes, free_bytes, read_json
+from scu_trainer.run_files import format_bytes, free_bytes, read_object
 
 CACHE_KINDS = (
     "base", "datasets", "documents", "embedded", "images", "mixtures", "sampled", "sensors", "texts", "tokenized",
@@ -134,9 +134,10 @@ def _offload_folders(runs: Path) -> list[Path]:
     folders = {runs / "offload"}
     for run in _runs(runs):
         with contextlib.suppress(StorageError):  # the file is torn or not written yet
-            settings = read_json(run / "training_config.json")["configuration"]
-            names = (settings.get(name) for name in ("offload_folder", "offload_linears_folder"))
-            folders |= {Path(name).expanduser() for name in names if name}
+            settings = read_object(run / "training_config.json").get("configuration")
+            found = settings if isinstance(settings, dict) else {}
+            names = (found.get(name) for name in ("offload_folder", "offload_linears_folder"))
+            folders |= {Path(name).expanduser() for name in names if name and isinstance(name, str)}
     return sorted({path.resolve() for path in folders if path.is_dir()})
 
 

@@ -13,7 +13,7 @@ from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import count_text
 from scu_trainer.report.files import METRICS_FILE
-from scu_trainer.run_files import format_bytes, read_json
+from scu_trainer.run_files import format_bytes, read_object
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def accuracy(folder: Path, as_json: bool) -> int:
 def compared(metrics: list[Path], folder: Path) -> Iterator[PeakComparison]:
     """Yield the runs that have both figures."""
     for path in metrics:
-        estimate = read_json(path).get("memory_estimate") or {}
+        estimate = read_object(path).get("memory_estimate") or {}
         predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
         if predicted and measured:
             run_path = path.parent.relative_to(folder)

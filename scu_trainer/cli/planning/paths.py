@@ -18,7 +18,7 @@ from scu_trainer.cli.planning.plan import is_accepted, limited_target, means, pl
 from scu_trainer.errors import OutOfMemory, RequirementError
 from scu_trainer.hardware.recommend import ROUNDING, choices
 from scu_trainer.hardware.target import here
-from scu_trainer.run_files import format_bytes, read_json
+from scu_trainer.run_files import format_bytes, read_object
 from scu_trainer.settings.base import as_typed
 from scu_trainer.train.run_directory.resume import latest_run
 from scu_trainer.train.step.recovery.out_of_memory import is_out_of_memory
@@ -93,9 +93,9 @@ def _planned_paths(config: Optional[str], flags: Sequence[str], job: Job) -> Ite
 def _settings_of_unfinished_run(job: Job) -> Optional[dict[str, Any]]:
     """Return the settings of an unfinished run in ``output_dir``, so that the same command resumes it; or None."""
     run = latest_run(Path(job.training.output_dir)) if job.safety.resume else None
-    if run is None or read_json(run / "run.json").get("status") == "finished" or not any(run.glob("checkpoint-*")):
+    if run is None or read_object(run / "run.json").get("status") == "finished" or not any(run.glob("checkpoint-*")):
         return None
-    configuration = read_json(run / "training_config.json").get("configuration", {})
+    configuration = read_object(run / "training_config.json").get("configuration", {})
     if configuration.get("tuning_path") != AUTO:
         return None
     names = (*PATH_FIELDS, *OFFLOADED, "offload_folder")
@@ -119,4 +119,4 @@ def _failed_before_first_step(error: Exception, job: Job) -> bool:
     if not (isinstance(error, OutOfMemory) or is_out_of_memory(error)):
         return False
     run = latest_run(Path(job.training.output_dir))
-    return run is None or read_json(run / "run.json").get("step") is None
+    return run is None or read_object(run / "run.json").get("step") is None

@@ -15,7 +15,7 @@ from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.talking.options import add_options, answer_settings, subject_from_options, talker
 from scu_trainer.errors import DataError, SettingsError, StorageError
 from scu_trainer.figures import count_text
-from scu_trainer.run_files import read_json, require_writable, write_json
+from scu_trainer.run_files import read_object, require_writable, write_json
 
 if TYPE_CHECKING:
     from scu_trainer.cli.subjects import Subject
@@ -144,7 +144,7 @@ class AnswersFile:
             raise SettingsError(f"{self.path} is a folder; give another --output")
         if self.is_new:
             return 0
-        stored = read_json(self.meta) if self.meta.is_file() else None
+        stored = read_object(self.meta) if self.meta.is_file() else None
         current = json.loads(json.dumps(self.request))
         if stored != current:
             changed = (

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
 from scu_trainer.report.comparison import statistics
-from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.run_files import read_json, read_object, read_rows
 
 COMPARISON_FILE, FORMAT = "comparison.json", 1
 NOTHING_HELD_OUT = "nothing was held out"
@@ -114,7 +114,21 @@ def _run_entry(state: Mapping[str, Any], folder: Path) -> Run:
 
 def metrics_of(run: Path) -> dict[str, Any]:
     """Return the figures of a finished run. A figure that it does not have is None. Raises StorageError."""
-    found, description = read_json(run / "scu_metrics.json"), read_json(run / "training_config.json")
+    try:
+        figures = _figures_of(run)
+        for name in {*figures} - {"tracking_verdict", "unit", "item", "data_fingerprint"}:
+            if not isinstance(figures[name], NUMBER):
+                raise TypeError(f"{name} is {figures[name]!r:.60}")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StorageError(
+            f"{run / 'scu_metrics.json'}, or a file next to it, holds what no run writes ({error}); restore it from a "
+            f"copy, or move {run} away and train it again"
+        ) from error
+    return figures
+
+
+def _figures_of(run: Path) -> dict[str, Any]:
+    found, description = read_object(run / "scu_metrics.json"), read_object(run / "training_config.json")
     control, best = found.get("regularization") or {}, found.get("best_held_out") or {}
     settling_step = control.get("settling_step")
     return {

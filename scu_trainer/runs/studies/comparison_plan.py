@@ -192,10 +192,17 @@ def read_plan(folder: Path) -> Optional[ComparisonPlan]:
     found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise StorageError(f"{path} is not a comparison plan of this version; move {folder} away")
-    arms = tuple(Arm(**arm) for arm in found["arms"])
-    texts = {arm.name: (folder / "arms" / f"{arm.name}.yaml").read_text() for arm in arms}
-    seeds, threads = tuple(found["seeds"]), found["threads"]
-    return ComparisonPlan(folder, found["command"], found["config"], arms, seeds, threads, found["resolved"], texts)
+    try:
+        arms = tuple(Arm(**arm) for arm in found["arms"])
+        texts = {arm.name: (folder / "arms" / f"{arm.name}.yaml").read_text() for arm in arms}
+        resolved = {arm.name: dict(found["resolved"][arm.name]) for arm in arms}
+        seeds, threads = tuple(found["seeds"]), found["threads"]
+        return ComparisonPlan(folder, found["command"], found["config"], arms, seeds, threads, resolved, texts)
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise StorageError(
+            f"{path}, or a file in {folder / 'arms'}, is not as it was written ({error}); restore it from a copy, or "
+            f"move {folder} away"
+        ) from error
 
 
 def require_same(before: ComparisonPlan, now: ComparisonPlan) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.figures import first_few
-from scu_trainer.run_files import read_json
+from scu_trainer.run_files import read_object
 from scu_trainer.runs.progress import START_LINE, tail
 from scu_trainer.runs.store import Run
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, differences, run_name
@@ -57,7 +57,7 @@ def _require_same_settings(plan: ComparisonPlan, key: Key, folder: Path) -> None
     path = folder / "training_config.json"
     if not path.is_file():
         return
-    content = read_json(path)
+    content = read_object(path)
     found, expected = dict(content.get("configuration", {})), plan.resolved[key[0]]
     wrong = differences(found, expected)
     if content.get("seed") != key[1]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.run_files import read_json, read_rows
+from scu_trainer.run_files import read_object, read_rows
 from scu_trainer.runs.launch import ROOT, command, environment
 from scu_trainer.runs.studies.variant_table import BY_NAME, LOOPS, Variant
 
@@ -122,7 +122,7 @@ def _train_and_measure(variant: Variant, plan: VariantPlan, off: Sequence[str], 
     code, words = _run_command(variant, plan, [*off, "--output_dir", str(folder)], has_gpu)
     if code != 0:
         return VariantResult(variant.name, "failed", f"exit code {code}: {words}")
-    metrics = read_json(folder / "scu_metrics.json")
+    metrics = read_object(folder / "scu_metrics.json")
     costs = metrics["costs"]
     highest, before = costs["peak_bytes"], costs["before_model_bytes"]
     return VariantResult(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.errors import CheckpointError, StorageError
-from scu_trainer.run_files import read_json
+from scu_trainer.errors import CheckpointError
+from scu_trainer.run_files import read_object
 from scu_trainer.train.checkpoints.findings import Findings, examine
 from scu_trainer.train.checkpoints.format import checkpoint_paths, checkpoints, step_of
 
@@ -99,7 +98,4 @@ def _newer_than_run(checkpoint: Path) -> Optional[str]:
 
 def json_content(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; {} if there is no file. Raises StorageError for other content."""
-    content = read_json(path) if path.is_file() else {}
-    if not isinstance(content, dict):
-        raise StorageError(f"{path} holds {json.dumps(content)[:40]} instead of an object; delete it or restore it")
-    return content
+    return read_object(path) if path.is_file() else {}

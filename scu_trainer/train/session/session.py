@@ -21,7 +21,7 @@ from transformers.trainer_utils import has_length
 from scu_trainer.errors import RUN_AGAIN, Stopped, StorageError
 from scu_trainer.models.loading.adapters import active_config, changes_base_weights
 from scu_trainer.models.loading.safety import refuse_pickle
-from scu_trainer.run_files import RunStatus, read_json, require_writable, write_json
+from scu_trainer.run_files import RunStatus, read_object, require_writable, write_json
 from scu_trainer.safe_paths import require_own_folder
 from scu_trainer.settings.base import as_typed, check_values
 from scu_trainer.settings.safety import default_save_steps
@@ -130,7 +130,7 @@ def _run(job: Job, console: Console, log: RunLog) -> dict[str, Any]:
         if start.line:
             console.print(start.line, soft_wrap=True)
         if start.is_done:
-            return read_json(start.output_dir / "scu_metrics.json")
+            return read_object(start.output_dir / "scu_metrics.json")
         parts = _load(job, console)
         description = _description(job, parts, configuration)  # before preflight, which reads and counts stream rows
         findings = _run_preflight(job, parts, early, start.output_dir, console)
@@ -178,7 +178,7 @@ def _check_checkpoint(job: Job, start: Start, description: dict[str, Any], conso
 def _kept_intervals(checkpoint: Path, training: TrainingArguments) -> Iterator[str]:
     """Yield a line for each interval of the settings that has no effect: transformers saves, evaluates and logs as
     often as the checkpoint says, and reports that only in the log file."""
-    state = read_json(checkpoint / "trainer_state.json")
+    state = read_object(checkpoint / "trainer_state.json")
     for event in ("save", "eval", "logging"):
         name, before = f"{event}_steps", state.get(f"{event}_steps")
         requested = getattr(training, name)
