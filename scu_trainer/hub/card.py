@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from scu_trainer.errors import StorageError
 from scu_trainer.hub import card_text
 from scu_trainer.hub.facts import IMAGES, RunFacts, read_facts
 from scu_trainer.hub.local_paths import is_local
@@ -33,10 +34,17 @@ NOT_STATED = "not stated"
 
 def card_of(facts: RunFacts, name: str, license: Optional[str] = None, base_id: Optional[str] = None) -> str:
     """Return the whole README.md. ``name`` is the Hub id or folder that the code in it loads, ``license`` the one that
-    was given or found, and ``base_id`` the id of the base on the Hub, for files that name a local folder."""
-    body = redact(card_text.body(facts, name, license or NOT_STATED, base_id or facts.base_id))
-    header = _header(facts, name, license, base_id or facts.base_id).to_yaml()
-    return f"---\n{redact(header)}\n---\n\n{body}\n\n{MARK.format(digest=_digest(body))}\n"
+    was given or found, and ``base_id`` the id of the base on the Hub, for files that name a local folder. Raises
+    StorageError if a file of the run was damaged."""
+    try:
+        body = redact(card_text.body(facts, name, license or NOT_STATED, base_id or facts.base_id))
+        header = _header(facts, name, license, base_id or facts.base_id).to_yaml()
+        return f"---\n{redact(header)}\n---\n\n{body}\n\n{MARK.format(digest=_digest(body))}\n"
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StorageError(
+            f"training_config.json, scu_metrics.json or samples.json in {facts.run or facts.weights}, or a merge.json "
+            f"made from it, holds what no run writes ({type(error).__name__}: {error}); restore it from a copy"
+        ) from error
 
 
 def write_card(run: Path) -> bool:

@@ -106,7 +106,7 @@ def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[RunFac
     made = read_made_file(path)
     merged = path if "adapter" in made else None
     if merged is not None:
-        merge, path = made, Path(made["adapter"])
+        merge, path = made, Path(str(made["adapter"]))
         if not path.is_dir():
             raise HubError(f"the adapter that {merged} was made from is no longer in {path}; merge it again")
     return read_facts(path, run_directory_of(path), merge), merged

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from huggingface_hub import ModelCard
 
 from scu_trainer.cli.configuration import check_early, read_job
 from scu_trainer.cli.main import main
+from scu_trainer.errors import StorageError
 from scu_trainer.hub.card import CARD, base_license, card_of, is_replaceable_card, write_card
 from scu_trainer.hub.card_text import loading
 from scu_trainer.hub.facts import facts_of, read_facts
@@ -245,6 +247,34 @@ def test_which_names_are_local(tmp_path):
     (tmp_path / "data" / "docs").mkdir(parents=True)
     run = tmp_path / "runs" / "one"
     assert is_local("data/docs", run) and not is_local("data/docs") and not is_local("me/model", run)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("scu_metrics.json", {"regularization": ["x"]}),
+        ("scu_metrics.json", {"held_out_bpt_after": 3}),
+        ("scu_metrics.json", {"train_s": "x"}),
+        ("training_config.json", {"data": {"rows_read": 1}}),
+        ("training_config.json", {"versions": {"torch": "\ud800"}}),
+        ("samples.json", [{"step": 1, "samples": [{"prompt": 3}]}]),
+        ("samples.json", [{"step": 1, "samples": 3}]),
+    ],
+    ids=str,
+)
+def test_values_that_no_run_writes_are_one_message(run, name, changes):
+    write_json(run / name, changes if isinstance(changes, list) else {**read_json(run / name), **changes})
+    with pytest.raises(StorageError, match=rf"{name.replace('.', '[.]')}.* in {run}, .*holds what no run writes"):
+        write_card(run)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"adapter": None}, {"adapter": ["x"]}, {"tolerance": "x"}, {"rows": None}], ids=str
+)
+def test_a_merge_json_with_values_of_another_type_is_one_message(merged, changes, capsys):
+    write_json(merged / "merge.json", {**read_json(merged / "merge.json"), **changes})
+    assert dry_run(merged) == 2
+    assert re.search("merge.json made from it, holds|merge it again", capsys.readouterr().err)
 
 
 def test_a_merge_json_of_another_program_is_no_merge_and_is_not_sent(run, capsys):
