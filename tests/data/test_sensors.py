@@ -9,11 +9,12 @@ import numpy
 import pytest
 import torch
 
+from scu_trainer.data.records import BadSample
 from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors import manifest
 from scu_trainer.data.sensors.collate import SensorCollator
 from scu_trainer.data.sensors.data import prepare_sensors
-from scu_trainer.data.sensors.format import MANIFEST, Recording, write_recordings
+from scu_trainer.data.sensors.format import MANIFEST, Recording, read_arrays, write_recordings
 from scu_trainer.data.sensors.manifest import CSV_MANIFEST
 from scu_trainer.data.sensors.synthetic import ceiling_alone, export_synthetic, synthetic
 from scu_trainer.errors import DataError, SettingsError, StorageError
@@ -839,3 +840,13 @@ def test_a_channel_that_drowns_its_own_changes_is_named(tmp_path):
     notes = prepared(tmp_path / "folder", tmp_path, own={"branches": ["kinematics"], "num_classes": 2}).statistics.notes
     (note,) = (note for note in notes if note.startswith("kinematics:"))
     assert "and hardly learns such small changes; from each channel subtract its mean" in note
+
+
+def test_a_changed_byte_in_the_header_of_an_array_is_a_bad_recording(tmp_path):
+    """numpy parses the header as Python before the archive compares its checksum."""
+    path = tmp_path / "a.npz"
+    numpy.savez(path, kinematics=numpy.zeros((9000, 6), dtype="float32"))
+    assert list(read_arrays(path, ["kinematics"])) == ["kinematics"]
+    path.write_bytes(path.read_bytes().replace(b"), }", b"), ("))
+    with pytest.raises(BadSample, match="not a readable"):
+        read_arrays(path, ["kinematics"])

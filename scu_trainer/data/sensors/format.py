@@ -50,6 +50,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO, Optional, Union
 
 import numpy
@@ -103,8 +104,11 @@ class Recording:
     report: Optional[str] = None
 
 
-UNREADABLE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError)
-"""RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: for an absurd shape."""
+UNREADABLE = (
+    OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, MemoryError, TokenError,
+)  # fmt: skip
+"""RuntimeError: of zipfile, for an encrypted file or an unknown compression. MemoryError: for an absurd shape.
+TokenError: of numpy, for the header of an array."""
 
 
 def array_names(branches: Sequence[str]) -> list[str]:
