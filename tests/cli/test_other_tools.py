@@ -225,6 +225,13 @@ def test_what_cannot_be_imported_is_said(text, message, here):
         read_other(here / "other.yaml", None)
 
 
+def test_a_list_of_datasets_that_nests_too_deeply_is_one_message(here):
+    (here / "data" / "dataset_info.json").write_text("[" * 5000)
+    (here / "other.yaml").write_text("stage: sft\ndataset: identity\n")
+    with pytest.raises(SettingsError, match=r"cannot read data/dataset_info\.json"):
+        read_other(here / "other.yaml", None)
+
+
 def test_a_key_that_nobody_knows_is_listed_with_a_near_one(here):
     (here / "other.yaml").write_text("stage: sft\nlora_rnak: 4\ncutoff_len: 8\n")
     found, _ = read_other(here / "other.yaml", None)

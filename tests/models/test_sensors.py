@@ -364,6 +364,10 @@ def test_the_run_of_an_adapter_tells_its_classes(tmp_path, batch):
     require_same_classes(adapter, names)
     with pytest.raises(ModelError, match=r"has a head for the classes d, c, b, a, but the recordings are of a, b, c"):
         require_same_classes(adapter, sorted(names))
+    for content in ("{}", '{"data": [1]}', '{"data": {"per_class": null}}'):
+        (tmp_path / "run" / "training_config.json").write_text(content)
+        with pytest.raises(ModelError, match="does not name the classes"):
+            require_same_classes(adapter, names)
 
 
 @pytest.mark.parametrize("time", [5, 8])

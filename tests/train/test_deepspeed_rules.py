@@ -404,6 +404,7 @@ def test_a_missing_file_is_one_message(by_launcher):
         ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' is given twice"),
         ('{"train_batch_size": "auto"}', "has no section zero_optimization; add"),
         ("[1]", "has no section zero_optimization; add"),
+        ("[" * 5000, "is not the JSON of a DeepSpeed .*: maximum recursion"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_one_message(tmp_path, content, expected):

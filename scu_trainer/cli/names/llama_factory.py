@@ -169,7 +169,7 @@ def _info(path: Path, name: str) -> Mapping[str, Any]:
     try:
         entries = json.loads(path.read_text())
         info = entries.get(name)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise SettingsError(f"cannot read {path}: {error}; it must be a JSON mapping of datasets") from error
     if not isinstance(info, dict):
         raise SettingsError(f"{name} is not in {path}{did_you_mean(name, entries)}")

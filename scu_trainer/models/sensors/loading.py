@@ -16,7 +16,7 @@ from scu_trainer.models.loading.safety import require_safe_weights
 from scu_trainer.models.quantize import prepare_quantized, quantization_config
 from scu_trainer.models.sensors.configuration_trident import TridentConfig
 from scu_trainer.models.sensors.modeling_trident import TridentForSensorClassification
-from scu_trainer.run_files import read_json
+from scu_trainer.run_files import read_object
 from scu_trainer.settings import MemorySettings, ModelSettings
 from scu_trainer.settings.sensors import BRANCHES, DEFAULT_BRANCHES, SensorSettings
 
@@ -92,7 +92,12 @@ def trained_label_names(settings: ModelSettings) -> Optional[list[str]]:
     if not is_adapter(path):
         return list(classes_of(stored_config(settings)))
     run = next((folder for folder in (path, path.parent) if (folder / RUN_FILE).is_file()), None)
-    return None if run is None else list(read_json(run / RUN_FILE)["data"]["per_class"])
+    if run is None:
+        return None
+    data = read_object(run / RUN_FILE).get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("per_class"), dict):
+        raise ModelError(f"{run / RUN_FILE} does not name the classes (per_class in data); restore it from a copy")
+    return list(data["per_class"])
 
 
 def require_same_classes(settings: ModelSettings, label_names: Sequence[str]) -> None:

@@ -90,7 +90,7 @@ def _check_file(deepspeed: Optional[str]) -> None:
         )
     try:
         content = json.loads(Path(deepspeed).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{deepspeed} is not the JSON of a DeepSpeed configuration: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("zero_optimization"), dict):
         raise SettingsError(
