@@ -322,8 +322,9 @@ def test_a_line(line, execute, place, trained, request):
 
 
 def test_lines_about_a_background_run(execute):
-    # More steps than all of these lines give it time for.
-    code, said = execute(f"{BEGIN} --use_cpu true --max_ram_percent 100 --max_steps 100000")
+    # Few and small images, and more steps than all of these lines give it time for.
+    small = "--image_size 32 --dataset_size 40 --predict_memory false"
+    code, said = execute(f"{BEGIN} --use_cpu true --max_ram_percent 100 --max_steps 100000 {small}")
     assert code == 0, said
     try:
         for line in BACKGROUND:

@@ -6,6 +6,7 @@ blocks are returned to the kernel immediately. Each starts like a new process, b
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import inspect
 import multiprocessing
@@ -65,6 +66,7 @@ def run(job: Job, contender: Contender, headroom_bytes: Optional[int]) -> dict[s
     optimizer step."""
     if any(os.environ.get(name) != value for name, value in EXACT_MEMORY.items()):
         raise RuntimeError("the fork server was started in another environment: freed blocks would stay")
+    gc.freeze()  # the collections of the training need not walk over what the server has imported
     # oneDNN may crash instead of raising an error if it cannot allocate memory for a new shape.
     torch.backends.mkldnn.enabled = False
     rows, record, witness = rows_of(job), Record(), Witness(job.device)
