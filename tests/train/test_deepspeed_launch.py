@@ -192,7 +192,7 @@ def installed(name: str) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed")
-    tiny.saved_llama(folder / "model")
+    tiny.saved_llama(folder / "model", layers=1)
     rows = [{"text": f"{SENTENCES[i % 2]} Number {i}. " * 6} for i in range(24)]
     (folder / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

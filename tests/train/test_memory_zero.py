@@ -78,7 +78,10 @@ def run(folder: Path, case: dict, trainer_class=Windowed, resume: bool = False, 
     chunking = {name: own.pop(name) for name in names if name in own}
     defaults = {**COMMON, "bf16": case.get("bf16", False)}
     args = arguments(folder, deepspeed=configuration(**case), **{**defaults, **own})
-    model, data, collate = (make_model(), data, None) if make_model else (llama(), UnevenRows(64), pad)
+    # Only stage 3 handles one layer after the other.
+    model, data, collate = (
+        (make_model(), data, None) if make_model else (llama(layers=1 + (case["stage"] == 3)), UnevenRows(64), pad)
+    )
     trainer = trainer_class(model, args, train_dataset=data, data_collator=collate, **chunking)
     trainer.train(resume_from_checkpoint=resume or None)
     assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
