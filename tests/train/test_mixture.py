@@ -110,7 +110,8 @@ def test_eval_says_the_same_of_each_source(whole, capsys):
     assert "8 documents" in printed and "3 documents" in printed
 
 
-def test_the_card_and_the_report_name_every_source(whole):
+def test_the_card_and_the_report_name_every_source(whole, monkeypatch):
+    monkeypatch.setattr(report, "png", lambda plot, theme: b"picture")  # the page has drawings of its own
     card = (whole / "README.md").read_text()
     assert "- dataset: web.jsonl + code.jsonl" in card and "- source web: 7" in card
     assert f"{whole.parent}/web" not in card
