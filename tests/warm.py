@@ -31,10 +31,14 @@ def make_once_what_stays_the_same() -> None:
     """A twentieth of the time of a short training, more where the stack is deep. In this process and all its forks."""
     import jinja2
     import torch
+    from transformers import hf_argparser
 
     # Which packages are there: accelerate reads what DeepSpeed says of itself for every training, we all versions.
     importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
     importlib.metadata.version = functools.cache(importlib.metadata.version)
+
+    # What types the settings have: every command line is read by a parser of its own.
+    hf_argparser.get_type_hints = functools.cache(hf_argparser.get_type_hints)
 
     # The card that peft writes with each adapter: huggingface_hub compiles its template for every one.
     compile_anew = jinja2.Environment.compile
