@@ -6,6 +6,7 @@ import copy
 import json
 import shlex
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -22,28 +23,33 @@ from scu_trainer.data.records import AS_PLAIN_TEXT
 from scu_trainer.models.exports import gguf
 from scu_trainer.models.exports.llama_cpp import in_llama_cpp
 from scu_trainer.models.exports.onnx import onnx_logits
-from tests import processes
+from tests import processes, tiny
 from tests.hub.runs import train
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A LoRA and a full-tuning run."""
+    """A LoRA run of two layers, and a full-tuning run of one, because tracing takes twice as long for two."""
     folder = tmp_path_factory.mktemp("export")
+    one_layer = tiny.saved_llama(folder / "one_layer", layers=1)
     train(folder, "lora", sample_prompts=0, predict_memory="false")
-    train(folder, "full", tuning="full", sample_prompts=0, predict_memory="false")
+    train(folder, "full", model_name_or_path=one_layer, tuning="full", sample_prompts=0, predict_memory="false")
     return folder
 
 
 @pytest.fixture
 def converter_forks(monkeypatch):
     """The converter of llama.cpp, from a process that has imported what it takes."""
+    monkeypatch.setattr(gguf, "subprocess", SimpleNamespace(run=forked))
 
-    def run(command, **_) -> processes.Done:
-        assert command[0] == sys.executable
-        return processes.launch(command[1:])
 
-    monkeypatch.setattr(gguf, "subprocess", SimpleNamespace(run=run))
+def forked(command, **_) -> processes.Done:
+    assert command[0] == sys.executable
+    return processes.launch(command[1:])
+
+
+def from_nothing_to_convert(command, **named):
+    return subprocess.run(command, **named) if "--outfile" in command else forked(command)
 
 
 def exported(capsys, *words) -> dict:
@@ -63,9 +69,11 @@ def names(folder) -> set[str]:
 
 
 @pytest.mark.parametrize(("run", "outtype", "most"), [("lora", "f32", 1e-4), ("full", "q8_0", 0.05)])
-def test_llama_cpp_gives_the_logits_of_the_run(request, folder, tmp_path, capsys, run, outtype, most):
-    if run == "full":  # the other one starts the converter from nothing, as a user does
-        request.getfixturevalue("converter_forks")
+def test_llama_cpp_gives_the_logits_of_the_run(
+    folder, tmp_path, capsys, monkeypatch, converter_forks, run, outtype, most
+):
+    if run == "lora":  # the converter that writes starts from nothing, as a user's does
+        monkeypatch.setattr(gguf.subprocess, "run", from_nothing_to_convert)
     facts = exported(capsys, folder / run, "--to", "gguf", "--outtype", outtype, "--output", tmp_path / "out")
     assert 0 < facts["difference"] <= facts["tolerance"] == most
     assert facts["positions"] == 8 and facts["outtype"] == outtype and facts["checked_on"].endswith("(held out)")
@@ -156,27 +164,14 @@ def test_a_hub_id_or_folder_of_another_is_checked_on_text_that_is_always_there(
 # -- another model is not written --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def shallow(folder, tmp_path_factory):
-    """The model of the full-tuning run with its first layer alone: a difference at its entry shows as well, and tracing
-    takes half as long."""
-    place = tmp_path_factory.mktemp("shallow")
-    model = AutoModelForCausalLM.from_pretrained(folder / "full")
-    del model.model.layers[1:]
-    model.config.num_hidden_layers = 1
-    model.save_pretrained(place)
-    AutoTokenizer.from_pretrained(folder / "full").save_pretrained(place)
-    return place
-
-
-def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(shallow, tmp_path, capsys):
-    told = refused(capsys, shallow, "--to", "onnx", "--dtype", "bfloat16", "--output", tmp_path / "out")
+def test_a_type_that_onnx_runtime_does_not_compute_in_is_refused(folder, tmp_path, capsys):
+    told = refused(capsys, folder / "full", "--to", "onnx", "--dtype", "bfloat16", "--output", tmp_path / "out")
     assert "ONNX Runtime cannot run the export" in told and "Try --dtype float32" in told
     assert names(tmp_path) == set()
 
 
 @pytest.mark.parametrize("format", ["gguf", "onnx", "safetensors"])
-def test_another_model_is_not_written(shallow, tmp_path, capsys, monkeypatch, converter_forks, format):
+def test_another_model_is_not_written(folder, tmp_path, capsys, monkeypatch, converter_forks, format):
     from scu_trainer.models import merge
 
     original = merge.full_weights
@@ -188,7 +183,7 @@ def test_another_model_is_not_written(shallow, tmp_path, capsys, monkeypatch, co
         return written
 
     monkeypatch.setattr("scu_trainer.cli.publishing.export.full_weights", shifted)
-    said = refused(capsys, shallow, "--to", format, "--output", tmp_path / "out")
+    said = refused(capsys, folder / "full", "--to", format, "--output", tmp_path / "out")
     assert "not the same model" in said or "not equal to" in said
     assert "of the largest" in said and names(tmp_path) == set()
 

@@ -14,18 +14,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scu_trainer.errors import ModelError
+
+if TYPE_CHECKING:
+    import httpx2
 
 ANSWER_S = 600
 
 
 @dataclass
 class LlamaCpp:
-    """A model that runs in llama.cpp's server at ``address``."""
+    """A model that runs in llama.cpp's server, which ``client`` asks."""
 
-    address: str
+    client: httpx2.Client
 
     def log_probabilities(self, token_ids: Sequence[int], vocabulary: int) -> list[float]:
         """Return the log probabilities of the token after ``token_ids``, (vocabulary,); -inf for tokens left out."""
@@ -54,10 +57,7 @@ class LlamaCpp:
 
     def _request(self, path: str, **content: Any) -> Any:
         """Return the JSON response to a POST request. Raises ModelError if llama.cpp returns an error."""
-        import httpx2
-
-        with httpx2.Client(trust_env=False, timeout=ANSWER_S) as client:
-            answer = client.post(self.address + path, json=content)
+        answer = self.client.post(path, json=content)
         if answer.status_code != 200:
             raise ModelError(f"llama.cpp answers {path} with {answer.status_code}: {answer.text[:300]}")
         return answer.json()
@@ -66,6 +66,8 @@ class LlamaCpp:
 @contextmanager
 def in_llama_cpp(file: Path, tokens: int) -> Iterator[LlamaCpp]:
     """Run llama.cpp with ``file`` in a process for rows of up to ``tokens``. Raises ModelError if it cannot load it."""
+    import httpx2
+
     command = [sys.executable, "-m", __name__, str(file), str(tokens)]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -73,7 +75,8 @@ def in_llama_cpp(file: Path, tokens: int) -> Iterator[LlamaCpp]:
             address = process.stdout.readline().strip()
             if not address:
                 raise ModelError(f"llama.cpp cannot load the written file: {_reason(log)}")
-            yield LlamaCpp(address)
+            with httpx2.Client(base_url=address, trust_env=False, timeout=ANSWER_S) as client:
+                yield LlamaCpp(client)
         finally:
             process.kill()
             process.communicate()
