@@ -11,6 +11,7 @@ import torch
 from benchmarks.studies.granite_plan import ATTENTION, CARDS, RECIPE, granite_h_1b, planned
 from scu_trainer.cli import train
 from scu_trainer.data import default_cache_dir, embedded_tokenizer
+from scu_trainer.train.memory_estimate.plan import FromConfiguration
 
 STEPS = 2
 
@@ -21,6 +22,24 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("granite")
     granite_h_1b().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return {}
+
+
+@pytest.fixture
+def traced_once(traces, monkeypatch):
+    """What a step takes depends on no card: cards that are asked about the same settings share it."""
+    trace = FromConfiguration._trace
+
+    def shared(self, choice, length):
+        if (choice, length) not in traces:
+            traces[choice, length] = trace(self, choice, length)
+        return traces[choice, length]
+
+    monkeypatch.setattr(FromConfiguration, "_trace", shared)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +59,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize("card", CARDS)
-def test_the_recipe_fits_the_card_with_what_plan_says(whole, card):
+def test_the_recipe_fits_the_card_with_what_plan_says(whole, traced_once, card):
     report = planned(whole, card)
     assert report["recommended"] is not None
     fits = next(choice for choice in report["choices"] if choice["fits"])
