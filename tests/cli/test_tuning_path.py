@@ -19,7 +19,7 @@ from tests import tiny
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"), layers=1)
 
 
 @pytest.fixture
