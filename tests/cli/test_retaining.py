@@ -25,7 +25,7 @@ DEFAULTS = dataclasses.asdict(RetentionSettings())
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory) -> Path:
-    return tiny.saved_llama(tmp_path_factory.mktemp("model"))
+    return tiny.saved_llama(tmp_path_factory.mktemp("model"), layers=1)
 
 
 def written(path: Path, count: int, text: str) -> Path:
