@@ -69,7 +69,7 @@ def _summary(facts: RunFacts, base_id: Optional[str]) -> str:
         lines.append(f"- weights of step {facts.step}, a checkpoint of the run")
     if facts.merge:
         lines.append(
-            f"- merged into {facts.merge['dtype']}: logits on {facts.merge['rows']} rows of "
+            f"- merged into {facts.merge['dtype']}: logits on {facts.merge['rows']:,} rows of "
             f"{facts.merge['checked_on']} differ from the adapter's by {facts.merge['difference']:.1e} of the largest, "
             f"and {facts.merge['tolerance']:g} is allowed"
         )
