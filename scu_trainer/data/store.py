@@ -97,7 +97,7 @@ def reading_cache(folder: Path) -> Iterator[None]:
     """Inside, an error that a damaged file in ``folder`` raises becomes a StorageError that names the folder."""
     try:
         yield
-    except UserError:
+    except (UserError, MemoryError, ImportError):  # not of the files
         raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise StorageError(f"cached data in {folder} cannot be read ({error}); delete that folder") from error
