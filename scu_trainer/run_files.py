@@ -111,6 +111,11 @@ def read_object(path: AnyPath) -> dict[str, Any]:
     return found
 
 
+def read_object_or_empty(path: AnyPath) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if there is no file. Raises StorageError for other content."""
+    return read_object(path) if Path(path).is_file() else {}
+
+
 def read_status(path: AnyPath) -> dict[str, Any]:
     """Return the content of run.json. Other programs may write it too: raises StorageError if it is missing, is not a
     JSON object, or has a field of the wrong type."""

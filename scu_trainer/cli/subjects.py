@@ -19,7 +19,7 @@ from scu_trainer.models.loading.names import (
 )
 from scu_trainer.report.comparison.report import COMPARISON_FILE
 from scu_trainer.report.files import CONFIG_FILE, STATUS_FILE
-from scu_trainer.run_files import read_object, resolve_from_run
+from scu_trainer.run_files import read_object, read_object_or_empty, resolve_from_run
 from scu_trainer.runs.process import System
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import ROOT, Run
@@ -130,7 +130,7 @@ class Subject:
 
 
 def _task_in(config_file: Path) -> str:
-    config = read_object(config_file) if config_file.is_file() else {}
+    config = read_object_or_empty(config_file)
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in MODEL_TYPES:
         return MODEL_TYPES[kind]

@@ -10,7 +10,7 @@ import yaml
 
 from scu_trainer.cli.comparison.plan import refuse_push
 from scu_trainer.cli.names.translation import flags_of, without
-from scu_trainer.run_files import read_object
+from scu_trainer.run_files import read_object_or_empty
 from scu_trainer.runs.state import Report
 from scu_trainer.runs.store import Run, all_runs
 
@@ -53,8 +53,7 @@ def spread_lines(reports: Sequence[Report]) -> list[str]:
 
 def _figures(reports: Sequence[Report]) -> Iterator[dict[str, Any]]:
     for report in reports:
-        file = report.run.path / "scu_metrics.json"
-        metrics = read_object(file) if file.is_file() else {}
+        metrics = read_object_or_empty(report.run.path / "scu_metrics.json")
         values = {
             f"held_out_{key}": (metrics.get(f"held_out_{key}_after") or {}).get("value") for key in ("bpt", "accuracy")
         }

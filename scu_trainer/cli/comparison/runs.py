@@ -15,7 +15,7 @@ from scu_trainer.errors import Stopped, StorageError
 from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison, read_record
 from scu_trainer.report.comparison.report import record as record_of
 from scu_trainer.report.comparison.text import document
-from scu_trainer.run_files import read_object, require_writable, write_json, write_text
+from scu_trainer.run_files import read_object_or_empty, require_writable, write_json, write_text
 from scu_trainer.runs.studies import comparison
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same, run_name, write_plan
 from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key, read_states
@@ -110,7 +110,7 @@ class ComparisonSession:
             "arms": [asdict(arm) for arm in self.plan.arms],
         }
         content = record_of(facts, [_run_entry(key, state) for key, state in states.items()], self.plan.folder)
-        old_record = read_object(path) if path.is_file() else {}
+        old_record = read_object_or_empty(path)
         if {name: old_record.get(name) for name in content} == json.loads(json.dumps(content)):
             return old_record
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

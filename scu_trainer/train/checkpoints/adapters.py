@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import nn
 
 from scu_trainer.errors import CheckpointError
+from scu_trainer.run_files import read_object_or_empty
 from scu_trainer.settings.base import short
-from scu_trainer.train.checkpoints.selection import json_content
 
 logger = logging.getLogger("scu_trainer")
 
@@ -25,7 +25,7 @@ def check_adapter(checkpoint: Path, model: nn.Module, tells: bool) -> None:
     """Warn, if ``tells``, about adapters with a changed configuration. Raises CheckpointError if weights do not fit."""
     for name, config in getattr(model, "peft_config", {}).items():
         folder = checkpoint if name == "default" else checkpoint / name  # where peft saves them
-        saved = json_content(folder / "adapter_config.json")
+        saved = read_object_or_empty(folder / "adapter_config.json")
         left_out = NOT_COMPARED | ({"rank_pattern"} if config.peft_type == "ADALORA" else set())  # changes in training
         now = {key: _plain(value) for key, value in config.to_dict().items() if key in saved.keys() - left_out}
         changed = [key for key in now if now[key] != _plain(saved[key])]

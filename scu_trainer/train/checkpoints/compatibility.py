@@ -22,8 +22,8 @@ from transformers import TrainingArguments
 from scu_trainer.data.store import digest_of
 from scu_trainer.errors import CheckpointError
 from scu_trainer.figures import format_setting
+from scu_trainer.run_files import read_object_or_empty
 from scu_trainer.train.checkpoints.format import read_manifest
-from scu_trainer.train.checkpoints.selection import json_content
 
 logger = logging.getLogger("scu_trainer")
 
@@ -110,7 +110,7 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
     if "configuration" in manifest:
         return manifest
     description = checkpoint.parent / "training_config.json"
-    return valid_facts(json_content(description)) or manifest
+    return valid_facts(read_object_or_empty(description)) or manifest
 
 
 def facts_of_arguments(arguments: TrainingArguments) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import CheckpointError
-from scu_trainer.run_files import read_object
+from scu_trainer.run_files import read_object_or_empty
 from scu_trainer.train.checkpoints.findings import Findings, examine
 from scu_trainer.train.checkpoints.format import checkpoint_paths, checkpoints, step_of
 
@@ -90,12 +90,7 @@ def _warn(checkpoint: Path, found: Findings, tells: bool) -> None:
 
 def _newer_than_run(checkpoint: Path) -> Optional[str]:
     """Return a reason if the checkpoint is later than its run, which has resumed from an earlier checkpoint since."""
-    step = json_content(checkpoint.parent / "run.json").get("step")
+    step = read_object_or_empty(checkpoint.parent / "run.json").get("step")
     if not isinstance(step, int) or step_of(checkpoint) <= step:
         return None
     return f"the run was last seen at step {step}, so this checkpoint is from an earlier start"
-
-
-def json_content(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; {} if there is no file. Raises StorageError for other content."""
-    return read_object(path) if path.is_file() else {}

@@ -20,9 +20,10 @@ from transformers import TrainingArguments
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.figures import first_few, format_setting
+from scu_trainer.run_files import read_object_or_empty
 from scu_trainer.train.checkpoints.compatibility import SPLIT, changed_settings, changes, valid_facts
 from scu_trainer.train.checkpoints.format import checkpoints
-from scu_trainer.train.checkpoints.selection import json_content, newest_checkpoint
+from scu_trainer.train.checkpoints.selection import newest_checkpoint
 from scu_trainer.train.run_directory.layout import free_name, names_in_use
 from scu_trainer.train.run_directory.run_lock import holds_nothing
 from scu_trainer.train.step.distributed.deepspeed_rules import needed_launch
@@ -315,11 +316,11 @@ def _runs_of(output_dir: Path) -> list[Path]:
 
 
 def _status(run: Path) -> dict[str, Any]:
-    return json_content(run / "run.json")
+    return read_object_or_empty(run / "run.json")
 
 
 def _description(run: Path) -> dict[str, Any]:
-    return valid_facts(json_content(run / "training_config.json"))
+    return valid_facts(read_object_or_empty(run / "training_config.json"))
 
 
 def _is_finished(run: Path) -> bool:
