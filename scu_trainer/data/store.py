@@ -6,6 +6,7 @@ If several processes need the same folder, one builds it while the others wait. 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,15 +14,21 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from scu_trainer.errors import StorageError, UserError
+from scu_trainer.json_types import misfit
 from scu_trainer.run_files import free_space_hint, sync
 
 if TYPE_CHECKING:
     import datasets
     import numpy
     import pyarrow
+    from _typeshed import DataclassInstance
+
+Statistics = TypeVar("Statistics")
+
+STATISTICS_FILE = "books.json"
 
 
 def default_cache_dir(cache_dir: str | None) -> Path:
@@ -101,6 +108,23 @@ def reading_cache(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:  # tokenizers raises nothing narrower
         raise StorageError(f"cached data in {folder} cannot be read ({error}); delete that folder") from error
+
+
+def write_statistics(folder: Path, statistics: DataclassInstance) -> None:
+    (folder / STATISTICS_FILE).write_text(json.dumps(dataclasses.asdict(statistics)))
+
+
+def read_statistics(folder: Path, kind: type[Statistics]) -> Statistics:
+    """Return what ``write_statistics`` wrote. Raises StorageError if it is damaged."""
+    with reading_cache(folder):
+        return restored(kind, json.loads((folder / STATISTICS_FILE).read_text()), STATISTICS_FILE)
+
+
+def restored(kind: type[Statistics], content: Any, name: str) -> Statistics:
+    """Return the ``kind`` that ``content``, from the JSON file ``name``, describes. Raises ValueError if it is none."""
+    if reason := misfit(content, kind, name):
+        raise ValueError(reason)
+    return kind(**content)
 
 
 class StoredArrays(Mapping[str, "numpy.ndarray"]):

@@ -732,6 +732,16 @@ def test_a_torn_cache_is_named(folder, tmp_path, name):
         prepared(folder, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("count, other", [('"read": 16', '"read": "x"'), ('"numbers": [0', '"numbers": ["x"')])
+def test_statistics_of_another_type_are_named(folder, tmp_path, count, other):
+    prepared(folder, tmp_path / "cache")
+    (path,) = (tmp_path / "cache" / "sensors").glob("*/books.json")
+    assert count in path.read_text()
+    path.write_text(path.read_text().replace(count, other))
+    with pytest.raises(StorageError, match=rf"{path.parent} cannot be read .*; delete that folder"):
+        prepared(folder, tmp_path / "cache")
+
+
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 

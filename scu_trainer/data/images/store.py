@@ -20,7 +20,7 @@ import torch
 from scu_trainer.data.images.decode import CONVERTIBLE, MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images.records import ImageSource
 from scu_trainer.data.statistics import DropCounts
-from scu_trainer.data.store import build_once, digest_of, reading_cache, storage_errors
+from scu_trainer.data.store import build_once, digest_of, reading_cache, restored, storage_errors
 from scu_trainer.errors import DataError
 from scu_trainer.figures import count_text
 from scu_trainer.run_files import require_room
@@ -57,7 +57,7 @@ class DecodingStatistics(DropCounts):
     count: int = 0
     read: int = 0
     several: int = 0
-    modes: Counter = field(default_factory=Counter)
+    modes: dict[str, int] = field(default_factory=Counter)
     smallest: Optional[list[int]] = None
     largest: Optional[list[int]] = None
     dropped: dict[str, int] = field(default_factory=dict)
@@ -191,7 +191,7 @@ def stored_images(
     folder = cache_dir / "images" / digest
     build_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
     with reading_cache(folder):
-        about = DecodingStatistics(**json.loads((folder / "about.json").read_text()))
+        about = restored(DecodingStatistics, json.loads((folder / "about.json").read_text()), "about.json")
     return StoredImages(folder, kind.shape, about)
 
 

@@ -32,7 +32,7 @@ from scu_trainer.data.sensors.manifest import (
 )
 from scu_trainer.data.sensors.store import Recordings, Sample, Store, write_store
 from scu_trainer.data.sensors.synthetic import DEFAULT_CLASSES, ceiling_alone, report_of, side_of, synthetic
-from scu_trainer.data.store import build_once, digest_of, reading_cache
+from scu_trainer.data.store import build_once, digest_of, reading_cache, restored
 from scu_trainer.errors import DataError
 from scu_trainer.settings.sensors import SYNTHETIC, SensorSettings
 
@@ -271,7 +271,8 @@ def _cached_source(
     build_once(folder, build)
     with reading_cache(folder):
         written = json.loads((folder / "books.json").read_text())
-        statistics, store = SampleStatistics(**written["books"]), Store(folder)
+        statistics, store = restored(SampleStatistics, written["books"], "books.json"), Store(folder)
+        numbers = numpy.array(written["numbers"], dtype=numpy.int64)
     if not len(store):
         raise DataError(f"{name} has no recording to learn from; {'; '.join(statistics.lines())}")
-    return SensorSource(name, store, label_names, offered, numpy.array(written["numbers"]), statistics)
+    return SensorSource(name, store, label_names, offered, numbers, statistics)

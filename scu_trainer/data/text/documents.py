@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy
 
 from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics, add_counts
-from scu_trainer.data.store import build_once, digest_of, open_arrow, reading_cache, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, read_statistics, write_arrow, write_statistics
 from scu_trainer.data.text.encode import UNREADABLE, Document, Dropped, Encoder, Reading, encode_records
 from scu_trainer.data.text.packing import NumberedDocument, record_batches
 from scu_trainer.errors import DataError
@@ -70,13 +69,11 @@ def tokenized_documents(
         statistics = DataStatistics()
         documents = usable_documents(source, encoder, limit, processes, statistics)
         write_arrow(folder / "documents.arrow", _schema(), record_batches(map(_as_row, documents), _schema()))
-        (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
+        write_statistics(folder, statistics)
 
     name = digest_of(DOCUMENTS_VERSION, source.identity, encoder.identity, limit)
     folder = build_once(cache_dir / "documents" / name, write)
-    with reading_cache(folder):
-        statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
-    return TokenizedDocuments(open_arrow(folder / "documents.arrow"), statistics)
+    return TokenizedDocuments(open_arrow(folder / "documents.arrow"), read_statistics(folder, DataStatistics))
 
 
 def usable_documents(

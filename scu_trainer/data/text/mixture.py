@@ -8,7 +8,6 @@ an epoch. The list depends only on settings and seed, so that a resumed run gets
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Optional
 import numpy
 
 from scu_trainer.data.statistics import DataStatistics, set_shares
-from scu_trainer.data.store import build_once, open_arrow, reading_cache, write_arrow
+from scu_trainer.data.store import build_once, open_arrow, read_statistics, write_arrow, write_statistics
 from scu_trainer.data.text import prepare as one_source
 from scu_trainer.data.text.mixture_plan import (
     MixturePlan,
@@ -129,7 +128,7 @@ def _write(folder: Path, mixture: MixturePlan, parts: Sequence[PreparedData], he
             if rows is not None:
                 batches = renumbered_batches(rows, column, source, len(parts))
                 write_arrow(folder / f"{side}-{source}.arrow", number_schema(column), batches)
-    (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
+    write_statistics(folder, statistics)
 
 
 def _open(
@@ -145,8 +144,7 @@ def _open(
     )
     if mixture.shares is not None:
         train = train.select(_epoch_order(mixture, parts))
-    with reading_cache(folder):
-        statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
+    statistics = read_statistics(folder, DataStatistics)
     held_out_statistics = None if held_out is None else held_out.statistics
     # Notes are not cached: they also describe files next to the data, as of now.
     statistics.notes = statistics_of(mixture, [part.statistics for part in parts], held_out_statistics).notes

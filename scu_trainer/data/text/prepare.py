@@ -18,7 +18,7 @@ import numpy
 
 from scu_trainer.data.sources import Source, held_out_source, training_source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import build_once, open_arrow, reading_cache, write_arrow
+from scu_trainer.data.store import build_once, open_arrow, read_statistics, reading_cache, write_arrow, write_statistics
 from scu_trainer.data.text.chat import read_chat_template, spelled_markers, unstable_prompt_end
 from scu_trainer.data.text.documents import TokenizedDocuments, tokenized_documents
 from scu_trainer.data.text.encode import Encoder
@@ -92,9 +92,9 @@ def _template_notes(tokenizer, template: str) -> Iterator[str]:
 
 def _open(folder: Path) -> PreparedData:
     with reading_cache(folder):
-        statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
         documents = tuple(HeldOutDocument(*item) for item in json.loads((folder / "eval_documents.json").read_text()))
     held_out = open_arrow(folder / "eval.arrow") if documents else None
+    statistics = read_statistics(folder, DataStatistics)
     return PreparedData(open_arrow(folder / "train.arrow"), held_out, statistics, folder.name, documents)
 
 
@@ -105,7 +105,7 @@ def _write(folder: Path, plan: EncodingPlan) -> None:
     documents, train_order, eval_source, eval_order = both_sides(plan, read, statistics)
     _write_training_rows(folder, documents, train_order, plan, statistics)
     _write_held_out_rows(folder, eval_source, eval_order, settings, statistics)
-    (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
+    write_statistics(folder, statistics)
 
 
 def both_sides(

@@ -19,7 +19,7 @@ import numpy
 
 from scu_trainer.data.sources import Source, held_out_source, notes_of, training_source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import build_once, digest_of, open_arrow, reading_cache, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, reading_cache, restored, write_arrow
 from scu_trainer.data.text.packing import (
     NumberedDocument,
     held_out_rows,
@@ -180,7 +180,7 @@ def _open(folder: Path) -> PreparedWords:
         return PreparedWords(
             train=open_arrow(folder / "train.arrow"),
             eval=open_arrow(folder / "eval.arrow") if documents else None,
-            statistics=WordStatistics(**described["books"]),
+            statistics=restored(WordStatistics, described["books"], "words.json"),
             fingerprint=described["fingerprint"],
             eval_documents=documents,
             tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,7 +13,7 @@ import xxhash
 from scu_trainer.data.records import BadRow, Record
 from scu_trainer.data.sources import Source
 from scu_trainer.data.statistics import DataStatistics
-from scu_trainer.data.store import build_once, digest_of, open_arrow, reading_cache, write_arrow
+from scu_trainer.data.store import build_once, digest_of, open_arrow, read_statistics, write_arrow, write_statistics
 from scu_trainer.data.text.documents import StoredDocuments
 from scu_trainer.data.text.encode import EMPTY, UNREADABLE, batched
 from scu_trainer.data.text.packing import record_batches
@@ -67,13 +66,11 @@ def stored_texts(
         statistics = DataStatistics()
         texts = islice(_usable(source.read(), columns, skip_bad_rows, statistics), limit)
         write_arrow(folder / "texts.arrow", _schema(), _batches(texts))
-        (folder / "books.json").write_text(json.dumps(statistics.as_dict()))
+        write_statistics(folder, statistics)
 
     name = digest_of(TEXTS_VERSION, source.identity, columns, skip_bad_rows, limit)
     folder = build_once(cache_dir / "texts" / name, write)
-    with reading_cache(folder):
-        statistics = DataStatistics(**json.loads((folder / "books.json").read_text()))
-    texts = Texts(open_arrow(folder / "texts.arrow"), statistics)
+    texts = Texts(open_arrow(folder / "texts.arrow"), read_statistics(folder, DataStatistics))
     if not len(texts):
         raise DataError(
             f"{source.name} has no text to learn from. {texts.statistics.rows_read:,} rows read, dropped: "
