@@ -45,7 +45,7 @@ def test_rows_have_the_promised_columns(prepared, jsonl):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[1]", b"{", b'{"x": 1}', b'{"documents": "x"}', b"\xff", b"[" * 5000],
+    [b"", b"[1]", b"{", b'{"x": 1}', b'{"sources": "x"}', b"\xff", b"[" * 5000],
     ids=lambda content: content[:8],
 )
 def test_a_damaged_file_of_the_cache_says_which_folder_to_delete(prepared, jsonl, tmp_path, content):
