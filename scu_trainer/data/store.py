@@ -6,7 +6,6 @@ If several processes need the same folder, one builds it while the others wait. 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -24,9 +23,10 @@ if TYPE_CHECKING:
     import datasets
     import numpy
     import pyarrow
-    from _typeshed import DataclassInstance
 
-Statistics = TypeVar("Statistics")
+    from scu_trainer.data.statistics import DropCounts
+
+Statistics = TypeVar("Statistics", bound="DropCounts")
 
 STATISTICS_FILE = "books.json"
 
@@ -110,8 +110,8 @@ def reading_cache(folder: Path) -> Iterator[None]:
         raise StorageError(f"cached data in {folder} cannot be read ({error}); delete that folder") from error
 
 
-def write_statistics(folder: Path, statistics: DataclassInstance) -> None:
-    (folder / STATISTICS_FILE).write_text(json.dumps(dataclasses.asdict(statistics)))
+def write_statistics(folder: Path, statistics: DropCounts) -> None:
+    (folder / STATISTICS_FILE).write_text(json.dumps(statistics.as_dict()))
 
 
 def read_statistics(folder: Path, kind: type[Statistics]) -> Statistics:
