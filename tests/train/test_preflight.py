@@ -16,8 +16,15 @@ from rich.table import Table
 from scu_trainer.cli import configuration
 from scu_trainer.errors import PreflightError, UserError
 from scu_trainer.models.loading.dispatch import FreeMemory
-from scu_trainer.train.preflight import CHECKS, Finding, before_loading, before_training, report, room
-from scu_trainer.train.preflight.report import MISTAKE_COUNT
+from scu_trainer.train.preflight import (
+    CHECKS,
+    MISTAKE_COUNT,
+    Finding,
+    before_loading,
+    before_training,
+    report,
+    room,
+)
 from tests.train.seeded_mistakes import MISTAKES, Bench
 
 ROOT = Path(__file__).parents[2]
