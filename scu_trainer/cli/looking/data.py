@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -12,7 +14,7 @@ from scu_trainer import __version__
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.parsing import Parser, require_new_file
-from scu_trainer.errors import DataError, SettingsError
+from scu_trainer.errors import DataError, SettingsError, StorageError
 from scu_trainer.figures import count_text
 from scu_trainer.imports import without_collector
 from scu_trainer.settings.stock import effective_data_seed
@@ -163,7 +165,6 @@ def _write_page(path: Path, reports: Sequence[DataReport], console: Console) -> 
 
 
 def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tokenizer: Any, console: Console) -> None:
-    from scu_trainer.cli.looking.export import export
     from scu_trainer.data import default_cache_dir, prepare
     from scu_trainer.models.embedded import base_config
     from scu_trainer.models.loading.load import causal_config
@@ -177,5 +178,33 @@ def _export(path: Path, model: ModelSettings, data: DataSettings, seed: int, tok
     cache_dir = default_cache_dir(data.cache_dir)
     details = {"seed": seed, "cache_dir": cache_dir, "model_name": model_name or "the embedded base"}
     prepared = prepare(packing.applied(data), tokenizer, **details)
-    count = export(path, prepared.train, tokenizer)
+    count = _write_rows(path, prepared.train, tokenizer)
     console.print(f"{count_text(count, 'row')} as trained: {path}", soft_wrap=True)
+
+
+def _write_rows(path: Path, rows: Any, tokenizer: Any) -> int:
+    """Write every row with ``input_ids``, ``labels``, ``documents``, ``text``, and ``learned``, the parts of the text
+    that are learned. Returns the number of rows. Raises StorageError if the file cannot be written."""
+    count = 0
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(_row_entry(row, tokenizer), ensure_ascii=False) + "\n")
+                count += 1
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; give --export a path with free space") from error
+    return count
+
+
+def _row_entry(row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    from scu_trainer.data.text.encode import NOT_LEARNED
+
+    labels = [int(label) for label in row["labels"]]
+    parts = [list(group) for is_learned, group in groupby(labels, NOT_LEARNED.__ne__) if is_learned]
+    return {
+        "input_ids": [int(token) for token in row["input_ids"]],
+        "labels": labels,
+        "documents": [int(number) for number in row["documents"]],
+        "text": tokenizer.decode(row["input_ids"]),
+        "learned": [tokenizer.decode(part) for part in parts],
+    }
