@@ -28,7 +28,7 @@ class RunActions:
 
     configurations: Sequence[Path]
     begin: Start
-    hands: RunBackend = field(default_factory=RunBackend)
+    backend: RunBackend = field(default_factory=RunBackend)
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
     # Needed because the locks of runs exclude other processes, but not other threads of this process.
 
@@ -54,14 +54,14 @@ class RunActions:
             return self.begin(Path(config), name, device, words)
 
     def stop(self, run: Run) -> None:
-        before = report(run, self.hands.machine).state
+        before = report(run, self.backend.machine).state
         if not before.is_alive:
             raise SettingsError(f"{run.name} is not running: {before.status}")
-        control.stop(run, self.hands, STOP_WAITS_S)
+        control.stop(run, self.backend, STOP_WAITS_S)
 
     def resume(self, run: Run) -> None:
         with self._one_at_a_time:
-            control.resume(run, self.hands)
+            control.resume(run, self.backend)
 
 
 def _files(folder: Path) -> list[Path]:

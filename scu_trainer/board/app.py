@@ -49,7 +49,7 @@ class Board:
 
     def __init__(self, root: Path, acts: RunActions, answer: Answer) -> None:
         self.root, self.acts, self.answer = root, acts, answer
-        self.listing, self.pages = Listing(root, acts.hands.machine), one.Pages()
+        self.listing, self.pages = Listing(root, acts.backend.machine), one.Pages()
         self._learned: dict[Path, str] = {}
 
     def application(self) -> Starlette:
@@ -92,7 +92,7 @@ class Board:
         return self._run_page(run_below(self.root, request.path_params["name"]))
 
     def _run_page(self, run: Run, error: str = "", code: int = 200) -> Response:
-        found = report_or_unreadable(run, self.acts.hands.machine)
+        found = report_or_unreadable(run, self.acts.backend.machine)
         facts = list(words.facts(found)) if found.state.status != "unreadable" else [("status", found.state.detail)]
         return show(
             "run.html", code, run=run, found=found, facts=facts, mood=pill_class(found.state.status), error=error,
@@ -115,7 +115,7 @@ class Board:
 
     def report(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])
-        return _standalone(html(self.pages.page(report_or_unreadable(run, self.acts.hands.machine))))
+        return _standalone(html(self.pages.page(report_or_unreadable(run, self.acts.backend.machine))))
 
     def learned(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])

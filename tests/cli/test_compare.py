@@ -20,7 +20,7 @@ from scu_trainer.cli.comparison import plan as compare_plan
 from scu_trainer.cli.comparison import screen as compare_screen
 from scu_trainer.errors import SettingsError
 from scu_trainer.run_files import read_rows
-from scu_trainer.runs.studies.comparison import Hands
+from scu_trainer.runs.studies.comparison import ComparisonBackend
 from tests import tiny
 from tests.forked import act_as_child
 from tests.runs.comparison_stand_in import plan
@@ -98,7 +98,7 @@ def words(config: Path, folder: Path, *more: str) -> list[str]:
 def compared(config, tmp_path_factory):
     """Folder of a comparison of two arms over three seeds that is done."""
     folder = tmp_path_factory.mktemp("compared") / "out"
-    code = compare.main(words(config, folder), Hands(spawn=Forked))
+    code = compare.main(words(config, folder), ComparisonBackend(spawn=Forked))
     assert code == 0, [path.read_text()[-2000:] for path in (folder / "console").iterdir()]
     return folder
 
@@ -128,7 +128,7 @@ def test_arms_trained_as_they_say(compared):
 def test_the_same_command_and_the_table_alone_say_the_same(compared, config, capsys):
     before = (compared / "comparison.json").read_bytes()
     capsys.readouterr()
-    assert compare.main(words(config, compared), Hands(spawn=nothing_starts)) == 0
+    assert compare.main(words(config, compared), ComparisonBackend(spawn=nothing_starts)) == 0
     shown = capsys.readouterr().out
     assert "finished runs kept: 6" in shown
     assert compare.main(["--table", str(compared)]) == 0
@@ -141,22 +141,22 @@ def test_the_same_command_and_the_table_alone_say_the_same(compared, config, cap
 def test_another_reference_is_judged_without_a_run(compared, config, capsys):
     arguments = words(config, compared, "--reference", "fixed:3", "--confidence", "0.9")
     try:
-        assert compare.main(arguments, Hands(spawn=nothing_starts)) == 0
+        assert compare.main(arguments, ComparisonBackend(spawn=nothing_starts)) == 0
         shown = capsys.readouterr().out
         assert "minus fixed_3" in shown and "90 % t interval" in shown
     finally:
-        compare.main(words(config, compared), Hands(spawn=nothing_starts))
+        compare.main(words(config, compared), ComparisonBackend(spawn=nothing_starts))
 
 
 def test_a_changed_job_is_refused_by_the_name_of_its_setting(compared, config, capsys):
     capsys.readouterr()
-    assert compare.main(words(config, compared, "--max_steps", "5"), Hands(spawn=nothing_starts)) == 2
+    assert compare.main(words(config, compared, "--max_steps", "5"), ComparisonBackend(spawn=nothing_starts)) == 2
     said = capsys.readouterr().err
     assert "holds another comparison: max_steps was 3, now 5" in said and "type its command" in said
 
 
 def test_a_dry_run_writes_nothing(config, tmp_path, capsys):
-    assert compare.main(words(config, tmp_path / "out", "--dry_run"), Hands(spawn=nothing_starts)) == 0
+    assert compare.main(words(config, tmp_path / "out", "--dry_run"), ComparisonBackend(spawn=nothing_starts)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "2 arms x 3 seeds = 6 runs, 1 at a time" in " ".join(" ".join(lines).split())
     command = f"--config {tmp_path}/out/arms/none.yaml --seed 0 --output_dir {tmp_path}/out/runs/none-seed0 "
@@ -166,7 +166,7 @@ def test_a_dry_run_writes_nothing(config, tmp_path, capsys):
 
 def test_seeds_are_separated_as_arms_are(config, tmp_path, capsys):
     more = ["--dry_run", "--seeds", "3,1", "2"]
-    assert compare.main(words(config, tmp_path / "out", *more), Hands(spawn=nothing_starts)) == 0
+    assert compare.main(words(config, tmp_path / "out", *more), ComparisonBackend(spawn=nothing_starts)) == 0
     assert "x 3 seeds" in capsys.readouterr().out
 
 
@@ -203,7 +203,7 @@ def test_the_list_of_arms_follows_the_job(config, capsys):
     ],
 )
 def test_what_a_person_can_fix(config, tmp_path, capsys, more, said):
-    assert compare.main(words(config, tmp_path / "out", *more), Hands(spawn=nothing_starts)) == 2
+    assert compare.main(words(config, tmp_path / "out", *more), ComparisonBackend(spawn=nothing_starts)) == 2
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -131,10 +131,10 @@ def test_seeds_without_a_held_out_figure(job, tmp_path, monkeypatch, capsys, doc
         "(folder / 'training_config.json').write_text('{}');"
         f"(folder / 'scu_metrics.json').write_text('{{\"steps\": 6, \"held_out_documents\": {documents}}}')"
     )
-    hands = command.comparison.Hands(
+    hands = command.comparison.ComparisonBackend(
         spawn=lambda words, *rest: command.comparison.spawn([sys.executable, "-c", write, *words], *rest)
     )
-    monkeypatch.setattr(command.comparison, "Hands", lambda: hands)
+    monkeypatch.setattr(command.comparison, "ComparisonBackend", lambda: hands)
     words = ["--config", str(job), "--seeds", "0", "1", "--output_dir", str(tmp_path / "out")]
     assert train.main([*words, "--validation_split_percentage", "0"]) == code
     said = " ".join(capsys.readouterr().out.split())
@@ -151,8 +151,8 @@ def test_seeds_that_hold_out_the_same_rows_are_not_said_to_hold_out_their_own():
 
 def test_brackets_in_an_error_are_shown_as_they_are(job, tmp_path, monkeypatch, capsys):
     program = [sys.executable, "-c", "print('error: no file data [/b]'); raise SystemExit(2)"]
-    hands = command.comparison.Hands(spawn=lambda words, *rest: command.comparison.spawn(program, *rest))
-    monkeypatch.setattr(command.comparison, "Hands", lambda: hands)
+    hands = command.comparison.ComparisonBackend(spawn=lambda words, *rest: command.comparison.spawn(program, *rest))
+    monkeypatch.setattr(command.comparison, "ComparisonBackend", lambda: hands)
     words = ["--config", str(job), "--seeds", "0", "1", "--output_dir", str(tmp_path / "out")]
     assert train.main(words) == 1
     assert capsys.readouterr().out.count("[/b]") == 4  # a line and a row of each

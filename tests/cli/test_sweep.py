@@ -16,7 +16,7 @@ from scu_trainer.cli.main import main as cli
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.runs.process import System
 from scu_trainer.runs.queue import DeviceQueue
-from scu_trainer.runs.studies.comparison import Hands
+from scu_trainer.runs.studies.comparison import ComparisonBackend
 from scu_trainer.runs.studies.search import Axis, parse_axes
 from tests.cli.test_seeds import job, kill_while_it_trains, start_again  # noqa: F401 - a fixture
 
@@ -157,7 +157,7 @@ def test_a_sweep_waits_for_its_turn_and_gives_it_on(waiting):
         other.kill()
         other.wait()
 
-    found.hands = Hands(sleep=end_the_other)
+    found.backend = ComparisonBackend(sleep=end_the_other)
     with found._place_in_queue():
         assert said == ["waiting for cpu: a background run has it; scu-trainer runs list shows which"]
         assert len(DeviceQueue("cpu").waiting()) == 1
@@ -170,7 +170,7 @@ def test_who_leaves_the_line_is_out_of_it(waiting):
     def interrupt(seconds):
         found.asked = 1
 
-    found.hands = Hands(sleep=interrupt)
+    found.backend = ComparisonBackend(sleep=interrupt)
     with pytest.raises(Stopped, match="stopped while waiting"), found._place_in_queue():
         pytest.fail("it was not its turn")
     assert [place.process.pid for place in DeviceQueue("cpu").waiting()] == [other.pid]

@@ -51,7 +51,7 @@ class Spawner:
 
 def start(made: ComparisonPlan, console: Any, spawner: Any, jobs: int = 2, retry_failed: bool = False) -> int:
     """As ``scu-trainer compare`` does once the settings are read. The exit code."""
-    hands = comparison.Hands(spawn=spawner, sleep=lambda s: time.sleep(0.01))
+    hands = comparison.ComparisonBackend(spawn=spawner, sleep=lambda s: time.sleep(0.01))
     begun = ComparisonSession(made, "none", ["cpu"] * jobs, console, hands, retry_failed=retry_failed)
     return guarded(lambda words: begun.run())([])
 

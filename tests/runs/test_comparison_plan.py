@@ -12,7 +12,7 @@ from scu_trainer.cli.comparison.sweep import Sweep
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import read_json, write_json
 from scu_trainer.runs.process import TOKEN_VARIABLE
-from scu_trainer.runs.studies.comparison import Hands, Runner, spawn, state_after_exit, variables, words
+from scu_trainer.runs.studies.comparison import ComparisonBackend, Runner, spawn, state_after_exit, variables, words
 from scu_trainer.runs.studies.comparison_arms import chosen_arms
 from scu_trainer.runs.studies.comparison_plan import (
     check_comparable,
@@ -307,7 +307,7 @@ def raced(made, ends: list[tuple[int, int]], asked_at: tuple[int, ...] = ()):
         runner.asked += looks[0] in asked_at
 
     states = {key: ArmState("missing", "not started yet") for key in made.runs}
-    hands = Hands(spawn=spawn, sleep=sleep)
+    hands = ComparisonBackend(spawn=spawn, sleep=sleep)
     runner = Runner(made, states, ["cpu", "cpu"], lambda states: None, lambda states: None, hands)
     runner.run()
     return runner, started

@@ -43,23 +43,23 @@ Exit codes: 0 done, 2 you can fix it."""
 
 
 @guarded
-def main(argv: list[str], hands: Optional[RunBackend] = None) -> int:
-    return _main(argv, hands or RunBackend())
+def main(argv: list[str], backend: Optional[RunBackend] = None) -> int:
+    return _main(argv, backend or RunBackend())
 
 
-def _main(argv: list[str], hands: RunBackend) -> int:
+def _main(argv: list[str], backend: RunBackend) -> int:
     if not argv:
-        return _show_menu(hands)
+        return _show_menu(backend)
     parser = _parser()
     options, flags = parser.parse_known_args(argv)
     if options.action == "start":
-        return _start_runs(options, flags, hands)
+        return _start_runs(options, flags, backend)
     if flags:
         parser.parser_of_action(options.action).error(f"unrecognized arguments: {' '.join(flags)}")
     if options.root.is_file():
         raise SettingsError(f"--root {options.root} is a file; give the directory that holds the runs")
     actions = {"list": _status, "status": _status, "monitor": _monitor, "logs": _logs, "stop": _stop, "resume": _resume}
-    return actions[options.action](options, hands)
+    return actions[options.action](options, backend)
 
 
 def _parser() -> Parser:
@@ -145,8 +145,8 @@ def _count(text: str) -> int:
 # -- start, stop, resume -----------------------------------------------------------------------------------------------
 
 
-def _start_runs(options: argparse.Namespace, flags: list[str], hands: RunBackend) -> int:
-    started = start_runs(options, flags, hands)
+def _start_runs(options: argparse.Namespace, flags: list[str], backend: RunBackend) -> int:
+    started = start_runs(options, flags, backend)
     for name, record in started:
         screens.say(f"{name} has started in the background, process {record.process.pid}")
     if SEED_INFIX in started[-1][0] and "--seed" in started[-1][1].flags:
@@ -162,7 +162,7 @@ def parse_runs_words(words: Sequence[str]) -> argparse.Namespace:
     return _parser().parse_args(words)
 
 
-def start_runs(options: argparse.Namespace, flags: Sequence[str], hands: RunBackend) -> list[tuple[str, RunRecord]]:
+def start_runs(options: argparse.Namespace, flags: Sequence[str], backend: RunBackend) -> list[tuple[str, RunRecord]]:
     """Start a run, or one per seed; return names and records. ``flags``: of training, never read as our own options."""
     flags, _ = translated(list(flags), known_names())
     _check_flags(flags)
@@ -184,7 +184,7 @@ def start_runs(options: argparse.Namespace, flags: Sequence[str], hands: RunBack
     requests = requests or [StartRequest(name, text, tuple(flags), settings)]
     for request in requests:
         check(request, options.root)
-    return [(request.name, start(request, options.root, hands)) for request in requests]
+    return [(request.name, start(request, options.root, backend)) for request in requests]
 
 
 def _default_config(flags: Sequence[str]) -> Optional[str]:
@@ -237,10 +237,10 @@ def _print_next_commands(name: str, root: Path) -> None:
         screens.say(f"  scu-trainer runs {action} {name}{_root_flag(root)}".ljust(48) + f"  # {text}")
 
 
-def _stop(options: argparse.Namespace, hands: RunBackend) -> int:
+def _stop(options: argparse.Namespace, backend: RunBackend) -> int:
     runs = [find_run(name, options.root) for name in options.name]
     code = 0
-    targets = [(run, report(run, hands.machine)) for run in runs]
+    targets = [(run, report(run, backend.machine)) for run in runs]
     # Queued runs are stopped first, because they would start as soon as the run before them has ended.
     for run, before in sorted(targets, key=lambda pair: pair[1].state.status != "queued"):
         if before.state.status == "unreadable":  # it may be running
@@ -254,7 +254,7 @@ def _stop(options: argparse.Namespace, hands: RunBackend) -> int:
             screens.say(
                 f"{run.name}: finishing the step and writing a checkpoint{_parenthesized(before.state.detail)} ..."
             )
-        after = stop(run, hands, options.timeout, options.now)
+        after = stop(run, backend, options.timeout, options.now)
         if after.state.is_alive:
             screens.say(f"{run.name} has not ended after {options.timeout:g} s; wait, or runs stop {run.name} --now")
             code = 2
@@ -269,10 +269,10 @@ def _parenthesized(detail: str) -> str:
     return f" ({detail})" if detail else ""
 
 
-def _resume(options: argparse.Namespace, hands: RunBackend) -> int:
+def _resume(options: argparse.Namespace, backend: RunBackend) -> int:
     run = find_run(options.name, options.root)
     old_record = run.record()
-    record, checkpoint = resume(run, hands)
+    record, checkpoint = resume(run, backend)
     if old_record is not None and old_record.cwd != record.cwd:
         screens.say(f"{run.name} was started in {old_record.cwd}, which is gone; paths now start from {record.cwd}")
     begins = f"resumes from {checkpoint}" if checkpoint else "starts over: there is no checkpoint"
@@ -284,17 +284,17 @@ def _resume(options: argparse.Namespace, hands: RunBackend) -> int:
 # -- looking -----------------------------------------------------------------------------------------------------------
 
 
-def _status(options: argparse.Namespace, hands: RunBackend) -> int:
+def _status(options: argparse.Namespace, backend: RunBackend) -> int:
     seeds = runs_of(options.name, options.root) if options.name is not None else []
     is_job = bool(seeds) and not (options.root / options.name).exists()
     if options.name is not None and not is_job:
-        run_report = report(find_run(options.name, options.root), hands.machine)
+        run_report = report(find_run(options.name, options.root), backend.machine)
         if options.json:
             print(json.dumps(run_report.as_dict(), indent=2))
         else:
             plain_console().print(screens.facts(run_report))
         return 0
-    reports = [report(run, hands.machine) for run in (seeds if is_job else all_runs(options.root))]
+    reports = [report(run, backend.machine) for run in (seeds if is_job else all_runs(options.root))]
     if options.json:
         print(json.dumps([item.as_dict() for item in reports], indent=2))
         return 0
@@ -304,13 +304,13 @@ def _status(options: argparse.Namespace, hands: RunBackend) -> int:
     return 0
 
 
-def _monitor(options: argparse.Namespace, hands: RunBackend) -> int:
+def _monitor(options: argparse.Namespace, backend: RunBackend) -> int:
     run = find_run(options.name, options.root)
-    screens.show_views(watch(run, options.refresh, hands.machine, hands.sleep))
+    screens.show_views(watch(run, options.refresh, backend.machine, backend.sleep))
     return 0
 
 
-def _logs(options: argparse.Namespace, hands: RunBackend) -> int:
+def _logs(options: argparse.Namespace, backend: RunBackend) -> int:
     run = find_run(options.name, options.root)
     if not options.follow:
         if not log_of(run).is_file():
@@ -318,16 +318,16 @@ def _logs(options: argparse.Namespace, hands: RunBackend) -> int:
         print("\n".join(last_lines(log_of(run), options.lines)))
         return 0
     try:
-        for text in follow(run, options.lines, hands.machine, hands.sleep):
+        for text in follow(run, options.lines, backend.machine, backend.sleep):
             print(text, end="", flush=True)
     except KeyboardInterrupt:
         print()  # Ctrl-C is the usual way to leave a log
     return 0
 
 
-def _show_menu(hands: RunBackend) -> int:
+def _show_menu(backend: RunBackend) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(
             f"{_parser().format_help()}\ngive one of these actions: without a terminal there is no menu"
         )
-    return Menu(lambda words: _main(list(words), hands), input, screens.say, ROOT, shipped.here("recipes")).run()
+    return Menu(lambda words: _main(list(words), backend), input, screens.say, ROOT, shipped.here("recipes")).run()

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @guarded
-def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
+def main(argv: list[str], backend: Optional[comparison.ComparisonBackend] = None) -> int:
     console = plain_console()
     options, flags = parse_with_fields(_parser(), argv)
     if options.table is not None:
@@ -84,8 +84,8 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
     plan, devices = with_threads_and_devices(plan, options.jobs)
     if options.dry_run:
         return _dry_run(plan, devices, console)
-    hands = hands or comparison.Hands()
-    return ComparisonSession(plan, reference, devices, console, hands, options.confidence, options.retry_failed).run()
+    backend = backend or comparison.ComparisonBackend()
+    return ComparisonSession(plan, reference, devices, console, backend, options.confidence, options.retry_failed).run()
 
 
 def _show_table(folder: str, argv: Sequence[str], console: Any) -> int:

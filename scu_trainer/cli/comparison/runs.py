@@ -37,24 +37,24 @@ class ComparisonSession:
         reference: str,
         devices: list[str],
         console: Any,
-        hands: Any,
+        backend: Any,
         confidence: float = CONFIDENCE,
         retry_failed: bool = True,
     ) -> None:
         self.plan, self.reference, self.devices = plan, reference, devices
         self.confidence, self.retry_failed = confidence, retry_failed
         self.screen, self.console = screens.Screen(console), console
-        self.hands = replace(hands, say=self.screen.say)
+        self.backend = replace(backend, say=self.screen.say)
         self.began_s, self.done_before = time.monotonic(), 0
 
     def run(self) -> int:
         require_writable(self.plan.folder)
         with comparison.exclusive_comparison(self.plan.folder):
             self._take_plan()
-            comparison.stop_remaining_runs(self.plan.folder, self.hands)
+            comparison.stop_remaining_runs(self.plan.folder, self.backend)
             states = read_states(self.plan, known_runs(self.plan.folder), self.retry_failed)
             self._report_start(states)
-            runner = comparison.Runner(self.plan, states, self.devices, self.write, self.look, self.hands)
+            runner = comparison.Runner(self.plan, states, self.devices, self.write, self.look, self.backend)
             with self.screen.status:
                 runner.run()
             record = self.write(states)

@@ -33,7 +33,7 @@ def train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int
     folder, command = Path(settings["output_dir"]), f"scu-trainer train {typed}"
     plan = ComparisonPlan(folder, command, config, (JOB,), tuple(seeds), 1, {JOB.name: settings}, {JOB.name: text})
     plan, devices = with_threads_and_devices(plan, 1)
-    return Seeds(plan, JOB.name, devices, plain_console(), comparison.Hands()).run()
+    return Seeds(plan, JOB.name, devices, plain_console(), comparison.ComparisonBackend()).run()
 
 
 class Seeds(ComparisonSession):

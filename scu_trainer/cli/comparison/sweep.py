@@ -92,7 +92,7 @@ def _translated_search(search: Sequence[str]) -> list[str]:
 
 
 @guarded
-def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
+def main(argv: list[str], backend: Optional[comparison.ComparisonBackend] = None) -> int:
     options, flags = parse_with_fields(_parser(), argv)
     axes = parse_axes(_translated_search(options.search), known_names())
     for axis in axes:
@@ -113,7 +113,7 @@ def main(argv: list[str], hands: Optional[comparison.Hands] = None) -> int:
         raise SettingsError(f"a sweep judges by held-out rows: {HOLD_SOMETHING_OUT}")
     command = "scu-trainer sweep " + shlex.join(argv)
     plan = SweepPlan(Path(options.output_dir), command, options.config, flags, axes, options.seed, settings, text)
-    return Sweep(plan, options, plain_console(), hands or comparison.Hands()).run()
+    return Sweep(plan, options, plain_console(), backend or comparison.ComparisonBackend()).run()
 
 
 def _quiet_optuna() -> Any:
@@ -126,8 +126,10 @@ def _quiet_optuna() -> Any:
 class Sweep(StopCounter):
     """One start of the command, from the lock on its folder to the verdict."""
 
-    def __init__(self, plan: SweepPlan, options: argparse.Namespace, console: Console, hands: comparison.Hands) -> None:
-        self.plan, self.options, self.console, self.hands = plan, options, console, hands
+    def __init__(
+        self, plan: SweepPlan, options: argparse.Namespace, console: Console, backend: comparison.ComparisonBackend
+    ) -> None:
+        self.plan, self.options, self.console, self.backend = plan, options, console, backend
         base_plan = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
         )
@@ -139,7 +141,7 @@ class Sweep(StopCounter):
     def run(self) -> int:
         require_writable(self.plan.folder)
         with comparison.exclusive_comparison(self.plan.folder), stop_signals_to(self._receive, self._closed):
-            comparison.stop_remaining_runs(self.plan.folder, self.hands)
+            comparison.stop_remaining_runs(self.plan.folder, self.backend)
             self.plan.take()
             with self._place_in_queue():
                 self._search()
@@ -163,8 +165,8 @@ class Sweep(StopCounter):
     def _place_in_queue(self) -> Iterator[None]:
         """Hold a place in the queue of background runs, because next to another run a trial would be slow or run out of
         memory. Runs that are started later wait until the sweep has ended."""
-        line = DeviceQueue(self.device, machine=self.hands.machine)
-        place = line.join(self.hands.machine.identity(), self.plan.folder)
+        line = DeviceQueue(self.device, machine=self.backend.machine)
+        place = line.join(self.backend.machine.identity(), self.plan.folder)
         try:
             wait_for_turn(line, place, lambda: None, self._report_waiting, self._sleep_while_waiting)
             yield
@@ -177,7 +179,7 @@ class Sweep(StopCounter):
     def _sleep_while_waiting(self, seconds: float) -> None:
         if self.asked:
             raise Stopped("stopped while waiting; run the same command to continue")
-        self.hands.sleep(seconds)
+        self.backend.sleep(seconds)
 
     def folder_of(self, name: str) -> Path:
         return self.plan.folder / "runs" / name
@@ -197,17 +199,17 @@ class Sweep(StopCounter):
         words = comparison.training_command(
             self.plan.folder / "base.yaml", self.plan.seed, self.folder_of(name), *overrides
         )
-        process = self.hands.spawn(words, comparison.variables(self.shared, self.device), console)
-        forwarded, read_at_s, is_ended = 0, self.hands.clock(), False
+        process = self.backend.spawn(words, comparison.variables(self.shared, self.device), console)
+        forwarded, read_at_s, is_ended = 0, self.backend.clock(), False
         while process.poll() is None:
             if self.asked > forwarded:
                 process.terminate() if self.asked < 3 else process.kill()
                 forwarded = self.asked
-            if not is_ended and self.hands.clock() - read_at_s >= READ_EVERY_S:
-                read_at_s, is_ended = self.hands.clock(), is_hopeless()
+            if not is_ended and self.backend.clock() - read_at_s >= READ_EVERY_S:
+                read_at_s, is_ended = self.backend.clock(), is_hopeless()
                 if is_ended:
                     process.terminate()
-            self.hands.sleep(POLL_EVERY_S)
+            self.backend.sleep(POLL_EVERY_S)
         if self.asked:
             raise Stopped("stopped; run the same command to continue with the unfinished run")
         return process.poll()
@@ -371,4 +373,4 @@ class Sweep(StopCounter):
         folder = self.plan.folder / "confirm"
         plan = ComparisonPlan(folder, self.plan.command, self.plan.config, arms, seeds, 1, resolved, texts)
         plan, devices = with_threads_and_devices(plan, 1)
-        ComparisonSession(plan, "base", devices, self.console, self.hands).run()
+        ComparisonSession(plan, "base", devices, self.console, self.backend).run()

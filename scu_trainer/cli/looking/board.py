@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @guarded
-def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[RunBackend] = None) -> int:
+def main(argv: list[str], serve: Optional[Serve] = None, backend: Optional[RunBackend] = None) -> int:
     options = _parser().parse_args(argv)
     _check_options(options)
     require_packages("the board", "board", ("jinja2", "matplotlib", "starlette", "uvicorn"), loads=True)
@@ -65,9 +65,9 @@ def main(argv: list[str], serve: Optional[Serve] = None, hands: Optional[RunBack
     from scu_trainer.board.app import Board
 
     listening = listening_socket(options.host, options.port)
-    port, token, hands = listening.getsockname()[1], secrets.token_urlsafe(32), hands or RunBackend()
+    port, token, backend = listening.getsockname()[1], secrets.token_urlsafe(32), backend or RunBackend()
     remember(token)
-    actions = RunActions(options.configs, _start_function(options.runs_dir, hands), hands)
+    actions = RunActions(options.configs, _start_function(options.runs_dir, backend), backend)
     consent = {"trust_remote_code": options.trust_remote_code, "allow_pickle": options.allow_pickle}
     board = Board(options.runs_dir, actions, functools.partial(stream_answer, **consent))
     app = AccessGuard(board.application(), token, allowed_hosts(options.host, port), f"scu_board_{port}")
@@ -101,13 +101,13 @@ def _serve(app: Any, listening: socket.socket) -> None:
     uvicorn.Server(settings).run(sockets=[listening])
 
 
-def _start_function(root: Path, hands: RunBackend) -> Callable[[Path, str, str, Sequence[str]], str]:
+def _start_function(root: Path, backend: RunBackend) -> Callable[[Path, str, str, Sequence[str]], str]:
     """Return the function with which the board starts a run. It returns the name of the run."""
     from scu_trainer.cli.background.runs import parse_runs_words, start_runs
 
     def start(config: Path, name: str, device: str, flags: Sequence[str]) -> str:
         name_flags = [f"--name={name}"] if name else []
         options = parse_runs_words(["start", f"--config={config}", f"--root={root}", f"--device={device}", *name_flags])
-        return start_runs(options, flags, hands)[0][0]
+        return start_runs(options, flags, backend)[0][0]
 
     return start

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from scu_trainer.errors import StorageError
+from scu_trainer.runs.control import RunBackend
 from scu_trainer.runs.launch import command, environment
-from scu_trainer.runs.process import TOKEN_VARIABLE, System, processes_with_token, send_signal, spawn_detached
+from scu_trainer.runs.process import TOKEN_VARIABLE, processes_with_token, send_signal, spawn_detached
 from scu_trainer.runs.progress import START_LINE
 from scu_trainer.runs.queue import FileLock
 from scu_trainer.runs.room import GPU, visible_devices
@@ -42,13 +43,10 @@ def spawn(words: Sequence[str], variables: Mapping[str, str], console: Path) -> 
 
 
 @dataclass(frozen=True)
-class Hands:
-    """The functions that act on the system, which tests replace. ``say`` prints a line for the user."""
+class ComparisonBackend(RunBackend):
+    """As for background runs. ``spawn`` gets no folder; ``say`` prints a line for the user."""
 
     spawn: Spawn = spawn
-    machine: System = field(default_factory=System)
-    sleep: Callable[[float], None] = time.sleep
-    clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = lambda line: None
 
 
@@ -66,7 +64,7 @@ class Runner(StopCounter):
     devices: Sequence[str]
     changed: Callable[[Mapping[Key, ArmState]], None]
     looked: Callable[[Mapping[Key, ArmState]], None]
-    hands: Hands = field(default_factory=Hands)
+    backend: ComparisonBackend = field(default_factory=ComparisonBackend)
 
     def run(self) -> None:
         """Execute all missing runs, and return when they have ended, or have stopped on request."""
@@ -82,10 +80,10 @@ class Runner(StopCounter):
                     passed_on = self._pass_on(running, passed_on)
                     for place in [name for name, (_, process) in running.items() if process.poll() is not None]:
                         self._record_end(*running.pop(place))
-                    if self.hands.clock() - looked_at_s >= TELL_EVERY_S:
-                        looked_at_s = self.hands.clock()
+                    if self.backend.clock() - looked_at_s >= TELL_EVERY_S:
+                        looked_at_s = self.backend.clock()
                         self.looked(self.states)
-                    self.hands.sleep(LOOK_EVERY_S)
+                    self.backend.sleep(LOOK_EVERY_S)
             finally:
                 for _, process in running.values():  # after an error of our own: no run may continue unwatched
                     process.terminate()
@@ -98,7 +96,7 @@ class Runner(StopCounter):
     def _start(self, key: Key, place: str) -> tuple[Key, Any]:
         device = place.partition(":")[2]
         self._set_state(key, ArmState("running"))
-        process = self.hands.spawn(words(self.plan, key), variables(self.plan, device), self.plan.console(*key))
+        process = self.backend.spawn(words(self.plan, key), variables(self.plan, device), self.plan.console(*key))
         return key, process
 
     def _record_end(self, key: Key, process: Any) -> None:
@@ -106,7 +104,7 @@ class Runner(StopCounter):
         state = state_after_exit(self.plan, key, code, was_asked=bool(self.asked))
         self._set_state(key, state)
         lines = {"finished": "finished", "failed": f"failed: {state.error}", "missing": str(state.error)}
-        self.hands.say(f"{run_name(*key)}: {lines[state.status]}")
+        self.backend.say(f"{run_name(*key)}: {lines[state.status]}")
 
     def _set_state(self, key: Key, state: ArmState) -> None:
         self.states[key] = state
@@ -118,7 +116,7 @@ class Runner(StopCounter):
         if self.asked == passed_on:
             return passed_on
         if passed_on == 0 and running:
-            self.hands.say("stopping: runs finish their step and write a checkpoint; a second signal ends them now")
+            self.backend.say("stopping: runs finish their step and write a checkpoint; a second signal ends them now")
         for _, process in running.values():
             process.terminate() if self.asked < 3 else process.kill()
         return self.asked
@@ -172,19 +170,19 @@ def exclusive_comparison(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def stop_remaining_runs(folder: Path, hands: Hands) -> None:
+def stop_remaining_runs(folder: Path, backend: ComparisonBackend) -> None:
     """Stop the runs that a killed comparison left behind, and wait until they have ended."""
-    left = processes_with_token(comparison_token(folder), hands.machine)
+    left = processes_with_token(comparison_token(folder), backend.machine)
     supervisors = [process for process in left if _leads_session(process.pid)]
     if supervisors:
-        hands.say(f"an earlier start was killed; its remaining runs write a checkpoint and stop: {len(supervisors)}")
+        backend.say(f"an earlier start was killed; its remaining runs write a checkpoint and stop: {len(supervisors)}")
     for process in supervisors:  # only once: a second signal would end them without a checkpoint
-        send_signal(process, signal.SIGTERM, hands.machine)
-    while left := processes_with_token(comparison_token(folder), hands.machine):
+        send_signal(process, signal.SIGTERM, backend.machine)
+    while left := processes_with_token(comparison_token(folder), backend.machine):
         if not any(_leads_session(process.pid) for process in left):  # data loader workers of a dead run
             for process in left:
-                send_signal(process, signal.SIGKILL, hands.machine)
-        hands.sleep(LOOK_EVERY_S)
+                send_signal(process, signal.SIGKILL, backend.machine)
+        backend.sleep(LOOK_EVERY_S)
 
 
 def _leads_session(pid: int) -> bool:
