@@ -116,19 +116,16 @@ def main(argv: list[str], backend: Optional[comparison.ComparisonBackend] = None
     return Sweep(plan, options, plain_console(), backend or comparison.ComparisonBackend()).run()
 
 
-def _quiet_optuna() -> Any:
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
 class Sweep(StopCounter):
     """One start of the command, from the lock on its folder to the verdict."""
 
     def __init__(
         self, plan: SweepPlan, options: argparse.Namespace, console: Console, backend: comparison.ComparisonBackend
     ) -> None:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.optuna = optuna
         self.plan, self.options, self.console, self.backend = plan, options, console, backend
         base_plan = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
@@ -232,40 +229,37 @@ class Sweep(StopCounter):
     # -- trials --------------------------------------------------------------------------------------------------------
 
     def _study(self) -> optuna.Study:
-        optuna = _quiet_optuna()
         for stale in self.plan.folder.glob(f"{JOURNAL}.lock*"):  # left by a killed start; we hold the folder's lock
             stale.unlink()
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        return optuna.create_study(
+        return self.optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(self.plan.folder / JOURNAL))),
             study_name="sweep",
             load_if_exists=True,
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
+            pruner=self.optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
         )
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         """Return the sampler for the trial with this number. The number is its seed, so that an interrupted sweep
         continues as it would have without the interruption. If all axes list their values, no combination is tried
         twice; Optuna's GridSampler cannot be used trial by trial."""
-        optuna, combinations = _quiet_optuna(), self.plan.combinations
-        sampler = optuna.samplers.TPESampler(seed=1000 * self.plan.seed + number)
+        combinations = self.plan.combinations
+        sampler = self.optuna.samplers.TPESampler(seed=1000 * self.plan.seed + number)
         if not combinations:
             return sampler
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.samplers.PartialFixedSampler(combinations[number % len(combinations)], sampler)
+            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
+            return self.optuna.samplers.PartialFixedSampler(combinations[number % len(combinations)], sampler)
 
     def _resume_begun_trials(self, study: optuna.Study) -> None:
-        optuna = _quiet_optuna()
-        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
+        for trial in study.get_trials(states=(self.optuna.trial.TrialState.RUNNING,)):
             self.say(f"trial {trial.number} resumes: an earlier start ended before it was done")
             study.sampler = self._sampler(trial.number)
-            self._run_trial(study, optuna.trial.Trial(study, trial._trial_id))
+            self._run_trial(study, self.optuna.trial.Trial(study, trial._trial_id))
 
     def _run_trial(self, study: optuna.Study, trial: optuna.Trial) -> None:
-        optuna = _quiet_optuna()
         values = {axis.name: axis.suggest(trial) for axis in self.plan.axes}
         name, described = (
             f"trial-{trial.number}",
@@ -280,10 +274,10 @@ class Sweep(StopCounter):
             study.tell(trial, self._held_out_bits(name))
             self.say(f"trial {trial.number}: {described}: held-out bits {self._held_out_bits(name):.4f}")
         elif code == Stopped.exit_code:
-            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
             self.say(f"trial {trial.number}: {described}: ended early, worse than half of the others were at that step")
         else:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
             self.say(f"trial {trial.number}: {described}: failed: {problem}")
 
     def _is_hopeless(self, trial: optuna.Trial, name: str) -> bool:
@@ -298,8 +292,7 @@ class Sweep(StopCounter):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end(self, study: optuna.Study) -> None:
-        optuna = _quiet_optuna()
-        done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
+        done = study.get_trials(states=(self.optuna.trial.TrialState.COMPLETE,))
         rows = [self._row(trial) for trial in study.trials]
         write_json(self.plan.folder / TABLE, rows)
         self.console.print(table_of(rows, self._held_out_bits("base"), [axis.name for axis in self.plan.axes]))
