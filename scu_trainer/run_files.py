@@ -116,6 +116,15 @@ def read_object_or_empty(path: AnyPath) -> dict[str, Any]:
     return read_object(path) if Path(path).is_file() else {}
 
 
+def read_object_or_none(path: Path) -> Optional[dict[str, Any]]:
+    """Return the JSON object in a regular file; None for anything else, such as a pipe, on which reading would wait."""
+    try:
+        content = json.loads(path.read_bytes()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def read_status(path: AnyPath) -> dict[str, Any]:
     """Return the content of run.json. Other programs may write it too: raises StorageError if it is missing, is not a
     JSON object, or has a field of the wrong type."""

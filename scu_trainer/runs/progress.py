@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
 
+from scu_trainer.run_files import read_object_or_none
 from scu_trainer.runs.store import Run
 
 TAIL_BYTES = 16_384
@@ -161,12 +162,12 @@ def newest_checkpoint(run: Path, step: Optional[int] = None) -> Optional[str]:
 
 
 def _is_complete(checkpoint: Path) -> bool:
-    state, manifest = _read_object(checkpoint / "trainer_state.json"), checkpoint / "manifest.json"
+    state, manifest = read_object_or_none(checkpoint / "trainer_state.json"), checkpoint / "manifest.json"
     if state is None:
         return False
     if not manifest.is_file():
         return True  # the stock Trainer writes none
-    content = _read_object(manifest)
+    content = read_object_or_none(manifest)
     listed = None if content is None else content.get("files")
     return isinstance(listed, dict) and all(
         isinstance(entry, dict)
@@ -174,11 +175,3 @@ def _is_complete(checkpoint: Path) -> bool:
         and (checkpoint / name).stat().st_size == entry.get("bytes")
         for name, entry in listed.items()
     )
-
-
-def _read_object(path: Path) -> Optional[dict[str, Any]]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None

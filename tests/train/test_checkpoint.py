@@ -321,7 +321,7 @@ def test_one_changed_byte_of_an_archives_directory_is_found(copy, offset):
 
 def test_one_that_is_removed_while_it_is_examined_has_a_fault(copy, monkeypatch):
     """As the rotation of a run that trains does while another command asks for its status."""
-    names = ("differences", "json_object", "is_safetensors", "has_optimizer", "read_state", "random_states")
+    names = ("differences", "read_object_or_none", "is_safetensors", "has_optimizer", "read_state", "random_states")
     for moment in range(30):
         one, calls = Path(shutil.copytree(copy / "checkpoint-4", copy / f"copy-{moment}" / "checkpoint-4")), []
 

@@ -26,7 +26,8 @@ from transformers import TrainerState
 from scu_trainer.errors import CheckpointError
 from scu_trainer.json_types import misfit
 from scu_trainer.models.loading.names import is_safetensors
-from scu_trainer.train.checkpoints.format import MANIFEST, Difference, differences, json_object, step_of
+from scu_trainer.run_files import read_object_or_none
+from scu_trainer.train.checkpoints.format import MANIFEST, Difference, differences, step_of
 from scu_trainer.train.checkpoints.saved_state import OF_LOOPS, SHAPES, TENSORS, read_state
 
 OPTIMIZER_STATES = ("optimizer.pt", "optimizer.bin", "optimizer_0", "latest")
@@ -98,7 +99,7 @@ def _examined(checkpoint: Path, world_size: Optional[int], weights_only: bool, h
     if not checkpoint.is_dir():
         return Findings("it is not a folder")
     found = differences(checkpoint, hashes=hashes)
-    state = json_object(checkpoint / STATE)  # read once: a run that trains may remove the checkpoint meanwhile
+    state = read_object_or_none(checkpoint / STATE)  # read once: a run that trains may remove the checkpoint meanwhile
     damage = _damage(checkpoint, state, found)
     if state is None or damage is not None:
         return Findings(damage)
@@ -137,7 +138,7 @@ def _is_torn(path: Path, name: str) -> bool:
     if not READ.fullmatch(name):
         return False
     if path.suffix == ".json":
-        return json_object(path) is None
+        return read_object_or_none(path) is None
     return not (is_safetensors(path) if path.suffix == ".safetensors" else _is_zip(path))
 
 
@@ -164,7 +165,7 @@ def _unreadable(checkpoint: Path) -> Optional[str]:
         if torn is not None:
             return f"{torn.name} is damaged"
     for index in sorted(checkpoint.glob("*.index.json")):
-        parts = (json_object(index) or {}).get("weight_map")
+        parts = (read_object_or_none(index) or {}).get("weight_map")
         if not isinstance(parts, dict):
             return f"{index.name} is damaged"
         missing = next((name for name in parts.values() if not (checkpoint / str(name)).is_file()), None)
@@ -227,7 +228,7 @@ def _torn_states(checkpoint: Path) -> list[str]:
 
 def saved_step(checkpoint: Path) -> int:
     """Return the step of an undamaged checkpoint."""
-    return int(json_object(checkpoint / STATE)["global_step"])
+    return int(read_object_or_none(checkpoint / STATE)["global_step"])
 
 
 def random_states(world_size: Optional[int]) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any, Optional
 
 import xxhash
 
-from scu_trainer.run_files import apply_umask, sync
+from scu_trainer.run_files import apply_umask, read_object_or_none, sync
 from scu_trainer.safe_paths import remove_inside
 
 MANIFEST = "manifest.json"
@@ -156,18 +156,9 @@ def has_manifest(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def json_object(path: Path) -> Optional[dict[str, Any]]:
-    """Return the JSON object in a regular file; None for anything else, such as a pipe, on which reading would wait."""
-    try:
-        content = json.loads(path.read_bytes()) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the content of the manifest; empty if there is none (stock checkpoints) or it is torn."""
-    return json_object(folder / MANIFEST) or {}
+    return read_object_or_none(folder / MANIFEST) or {}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from scu_trainer.control import memory_values, regularization, retention
 from scu_trainer.control.guard import divergence, spikes
 from scu_trainer.errors import CheckpointError
 from scu_trainer.json_types import MALFORMED, first_misfit, misfit
-from scu_trainer.train.checkpoints.format import json_object
+from scu_trainer.run_files import read_object_or_none
 from scu_trainer.train.curriculum.deliveries import DeliveryCounts
 from scu_trainer.train.regularization.regularizer import RegularizerProgress
 from scu_trainer.train.step.micro_batch_sizer import MemoryStatistics
@@ -78,7 +78,7 @@ NOT_A_STATE = (*MALFORMED, SafetensorError)
 def read_state(path: Path) -> dict[str, Any]:
     """Return the content of the state file ``path``: a JSON object, validated by ``SHAPES`` if the file is one of ours.
     Raises CheckpointError for anything else."""
-    content = json_object(path)
+    content = read_object_or_none(path)
     if content is None:
         raise CheckpointError(f"{path.name} in {path.parent} is damaged: {_advice(path)}")
     found = _misfit_of_keys(content, SHAPES.get(path.name, {})) or _misfit_inside(content)
