@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from scu_trainer.control import microbatch as control
 from scu_trainer.settings import CurriculumSettings, MemorySettings
-from scu_trainer.train.loops.bottlenecks import PartTimes
+from scu_trainer.train.loops.profile import PartTimes
 from scu_trainer.train.loss.evaluation_path import EvaluationPath
 from scu_trainer.train.loss.loss_path import LossPath
 from scu_trainer.train.loss.rows.model_loss import inner_model, user_loss_above
