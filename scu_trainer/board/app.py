@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from scu_trainer.board import learned, one
+from scu_trainer.board import one
 from scu_trainer.board.acts import RunActions
 from scu_trainer.board.folders import NoSuchRun, can_answer, run_below, runs_below
 from scu_trainer.board.listing import Listing, pill_class, report_or_unreadable, started
@@ -125,7 +125,7 @@ class Board:
     def learn(self, request: Request, _: Mapping[str, str]) -> Response:
         run = run_below(self.root, request.path_params["name"])
         try:
-            self._learned[run.path] = learned.learned_page(run)
+            self._learned[run.path] = one.learned_page(run)
         except UserError as error:
             return show("learned.html", CONFLICT, run=run, error=str(error))
         return RedirectResponse(address(run.name, "rows"), 303)

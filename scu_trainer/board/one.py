@@ -1,13 +1,17 @@
-"""The page of one run: the plots and tables of its report, its memory, and the end of its output."""
+"""The page of one run: the plots and tables of its report, its memory, the end of its output; and that of its rows."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from scu_trainer.board.folders import file_stamps
+from scu_trainer.errors import DataError, SettingsError
 from scu_trainer.report.files import (
     BEGUN,
     CONFIG_FILE,
@@ -20,6 +24,7 @@ from scu_trainer.report.files import (
 )
 from scu_trainer.report.page import Drawing, Page, Section, Table, TextBlock, drawing
 from scu_trainer.report.pages import NOTICES, page_of, plots_of
+from scu_trainer.report.settings_table import repeat_yaml
 from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.monitor import log_of
 from scu_trainer.runs.progress import last_lines
@@ -28,6 +33,7 @@ from scu_trainer.runs.store import Run
 
 LOG_LINES = 40
 HEAD_BYTES = 65_536
+ROWS, SAMPLE, LONGEST_S = 5, 200, 300.0
 KEPT_PAGES = 16
 FILES = (*BEGUN, METRICS_FILE, STATUS_FILE, SUSPECTS_FILE)
 PREDICTED = "memory: "
@@ -103,3 +109,27 @@ def log_lines(run: Run) -> list[str]:
         return last_lines(log_of(run), LOG_LINES)
     except OSError:
         return []
+
+
+def learned_page(run: Run) -> str:
+    """Return the page of ``scu-trainer data``, which shows rows with the learned tokens marked, made in a separate
+    process. Raises SettingsError if the run has not written its settings yet, and DataError if the command fails, with
+    its error, or takes too long."""
+    settings = repeat_yaml(read_run(run.path, run.name))
+    if not settings:
+        raise SettingsError(f"{run.name} has no training_config.json yet, which names its data; wait until it trains")
+    record = run.record()
+    with tempfile.TemporaryDirectory() as folder:
+        config, page = Path(folder) / f"{run.path.name}.yaml", Path(folder) / "page.html"
+        config.write_text(settings, encoding="utf-8")
+        words = ["data", "--config", str(config), "--rows", str(ROWS), "--sample", str(SAMPLE), "--html", str(page)]
+        command = [sys.executable, "-P", "-m", "scu_trainer.cli.main", *words]
+        cwd = record.cwd if record is not None and Path(record.cwd).is_dir() else None
+        try:
+            process = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=LONGEST_S)
+        except subprocess.TimeoutExpired as error:
+            raise DataError(f"the data of {run.name} could not be read within {LONGEST_S:g} s") from error
+        if process.returncode or not page.is_file():
+            errors = process.stderr.strip().splitlines() or [f"the command ended with code {process.returncode}"]
+            raise DataError(errors[-1].removeprefix("error: "))
+        return page.read_text(encoding="utf-8")
