@@ -35,10 +35,9 @@ from scu_trainer.settings import CurriculumSettings, MemorySettings, ModelSettin
 from scu_trainer.train.job.components import TrainingComponents
 from scu_trainer.train.loss.rows import softmax
 from scu_trainer.train.memory_estimate import plan, predict, record
-from scu_trainer.train.memory_estimate.compiled import HOLE_BESIDE_WEIGHT, HOLE_OF_GRADIENT, KERNEL_BYTES
 from scu_trainer.train.memory_estimate.events import Events, extrapolated_to_rows
 from scu_trainer.train.memory_estimate.layers import kinds_of, shallow, with_layers
-from scu_trainer.train.memory_estimate.live import LiveBytes
+from scu_trainer.train.memory_estimate.live import HOLE_BESIDE_WEIGHT, HOLE_OF_GRADIENT, KERNEL_BYTES, LiveBytes
 from scu_trainer.train.memory_estimate.predict import loss_kind, trained_sizes, without_mask
 from scu_trainer.train.memory_estimate.shapes import SIZES_BESIDE_STEPS, RowShapes, Step, planned_step
 from scu_trainer.train.memory_estimate.skeleton import fake_copy, model_from_configuration

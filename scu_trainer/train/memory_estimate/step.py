@@ -15,10 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from scu_trainer.hardware.heap import UntouchedHeap
 from scu_trainer.train.loss.rows.kernels import chunks_as_on_gpu
 from scu_trainer.train.loss.rows.model_loss import head_of, headless, opened
-from scu_trainer.train.memory_estimate.compiled import CompiledProducts
 from scu_trainer.train.memory_estimate.events import GRADIENTS, WEIGHTS, Events
 from scu_trainer.train.memory_estimate.layers import marked
-from scu_trainer.train.memory_estimate.live import LiveBytes
+from scu_trainer.train.memory_estimate.live import CompiledProducts, LiveBytes
 from scu_trainer.train.step.recovery.snapshot import replaced
 
 LossKind = Literal["headless", "opened", "returned"]
