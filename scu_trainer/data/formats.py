@@ -403,23 +403,21 @@ def _is_list_of_rows(value: Any) -> bool:
 def _string(row: dict, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
-        advice = _ONE_OBJECT_PER_ROW if _is_whole_table(row) else ""
-        raise BadRow(f"column {column!r} holds {type(value).__name__}, not text{advice}")
+        raise BadRow(f"column {column!r} holds {type(value).__name__}, not text{_advice_on_whole_table(row)}")
     return value
 
 
-_ONE_OBJECT_PER_ROW = (
-    "; if each column holds the values of all rows, write one object per row, as pandas does with to_json(FILE, "
-    "orient='records', lines=True)"
-)
-
-
-def _is_whole_table(row: dict) -> bool:
-    """Whether ``row`` is a whole table, column by column, as pandas writes it by default."""
+def _advice_on_whole_table(row: dict) -> str:
+    """Return advice if ``row`` is a whole table, column by column, as pandas writes it by default; otherwise ""."""
     values = row.values()
-    return all(isinstance(value, list) for value in values) or all(
+    is_table = all(isinstance(value, list) for value in values) or all(
         isinstance(value, dict) and "0" in value for value in values
     )
+    advice = (
+        "; if each column holds the values of all rows, write one object per row, as pandas does with to_json(FILE, "
+        "orient='records', lines=True)"
+    )
+    return advice if is_table else ""
 
 
 def _is_empty(value: Any) -> bool:

@@ -29,15 +29,13 @@ _HEADER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _APPENDED = re.compile(r"\n### Framework versions\n.*", re.DOTALL)
 """The section that peft appends to any existing card when it saves."""
 
-NOT_STATED = "not stated"
-
 
 def card_of(facts: RunFacts, name: str, license: Optional[str] = None, base_id: Optional[str] = None) -> str:
     """Return the whole README.md. ``name`` is the Hub id or folder that the code in it loads, ``license`` the one that
     was given or found, and ``base_id`` the id of the base on the Hub, for files that name a local folder. Raises
     StorageError if a file of the run was damaged."""
     try:
-        body = redact(card_text.body(facts, name, license or NOT_STATED, base_id or facts.base_id))
+        body = redact(card_text.body(facts, name, license or "not stated", base_id or facts.base_id))
         header = _header(facts, name, license, base_id or facts.base_id).to_yaml()
         return f"---\n{redact(header)}\n---\n\n{body}\n\n{MARK.format(digest=_digest(body))}\n"
     except (KeyError, TypeError, ValueError, AttributeError) as error:

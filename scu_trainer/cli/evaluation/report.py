@@ -30,7 +30,6 @@ ROUNDING = 5e-5
 """Half a unit of the last digit that is printed."""
 
 EQUAL = "equal to four digits"
-BY_ROUNDING = " by rounding"
 
 
 def verdict(difference: BootstrapInterval, count: int, item: str = "document") -> str:
@@ -98,7 +97,7 @@ def _mark_rounding(rows: list[dict[str, Any]], model: Subject, other: Subject, r
         first, second = Path(model.source), Path(other.source)
         is_rounding = is_merged_from(second, first) or is_merged_from(first, second)
     for difference in differing if is_rounding else ():
-        difference["verdict"] += BY_ROUNDING
+        difference["verdict"] += " by rounding"
 
 
 def _model_row(subject: Subject, result: EvaluationResult, options: EvalOptions, data: Any) -> dict[str, Any]:

@@ -27,8 +27,6 @@ from scu_trainer.shipped import recipe
 
 PLANS = ("recommend", "plan")
 
-CUDA_BUILD = "pip install a CUDA build of torch"
-
 
 def _parser() -> Parser:
     parser = Parser(prog="scu-trainer hardware")
@@ -127,7 +125,7 @@ def _reason_for_no_gpu() -> str:
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is a CPU build; if this machine has a GPU, {CUDA_BUILD}"
+        return f"torch {torch.__version__} is a CPU build; if this machine has a GPU, pip install a CUDA build of torch"
     return f"torch {torch.__version__} is built for GPUs but sees none; check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 

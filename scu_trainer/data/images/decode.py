@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 UNREADABLE = "image that cannot be read"
 UNUSABLE_CHANNELS = "image with unusable channels"
-REFUSED_BY_PROCESSOR = "image that the image processor does not take"
-NO_USABLE_LABEL = "image without a usable label"
 
 MODES = {1: "L", 3: "RGB"}
 """Pillow's mode for gray and for colour, by number of channels."""
@@ -74,7 +72,7 @@ def decode_all(records: Iterable[ImageRecord], processor: Any, channels: int) ->
 def _decode(record: ImageRecord, processor: Any, channels: int) -> Pixels:
     try:
         if record.label == NO_LABEL:
-            raise BadSample(NO_USABLE_LABEL, str(record.problem))
+            raise BadSample("image without a usable label", str(record.problem))
         image = open_image(record.content)
         fixed = fixed_pixels(in_channels(image, channels), processor)
     except BadSample as bad:
@@ -152,5 +150,6 @@ def fixed_pixels(image: PIL.Image.Image, processor: Any) -> numpy.ndarray:
     try:
         pixels = numpy.asarray(processor(image, **later)["pixel_values"][0])
     except ValueError as error:
-        raise BadSample(REFUSED_BY_PROCESSOR, f"{image.width} x {image.height} pixels: {error}") from error
+        example = f"{image.width} x {image.height} pixels: {error}"
+        raise BadSample("image that the image processor does not take", example) from error
     return pixels.round().clip(0, 255).astype(numpy.uint8)

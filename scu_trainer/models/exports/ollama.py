@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 MODELFILE = "Modelfile"
-NO_TEMPLATE = "{{ .Prompt }}"
 PLAIN_ANSWERS = "{{ range .Messages }}{{ .Content }}\n\n{{ end }}"
 """The same format as plain_prompt of data/records.py."""
 
@@ -76,7 +75,7 @@ def template_of(tokenizer: Any, answers_plain_text: bool = False) -> tuple[Optio
     if not getattr(tokenizer, "chat_template", None):
         if answers_plain_text:
             return PLAIN_ANSWERS, "Modelfile: no chat template, a blank line follows the question"
-        return NO_TEMPLATE, "Modelfile: no chat template, the prompt is continued"
+        return "{{ .Prompt }}", "Modelfile: no chat template, the prompt is continued"
     borders = borders_of(tokenizer)
     if borders is None:
         reason = "the chat template depends on more than the roles, and cannot be written in Ollama's language"

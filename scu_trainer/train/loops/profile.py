@@ -24,9 +24,6 @@ logger = logging.getLogger("scu_trainer")
 WARMUP_STEPS = 2
 """Steps before the recorded ones: one without the profiler, and one in which it starts up."""
 
-TRACE_FILE = "trace.json"
-TABLE_FILE = "top_operators.txt"
-PARTS_FILE = "bottlenecks.json"
 OPERATORS = 30
 PARTS = ("data", "forward", "backward", "optimizer")
 
@@ -168,12 +165,12 @@ class Profile(Loop):
         if self._parts.is_running:
             self._parts.stop()
             self._part_figures = self._parts.figures(self._steps_ended - WARMUP_STEPS)
-            write_json(self._folder / PARTS_FILE, self._part_figures)
-        finished.export_chrome_trace(str(self._folder / TRACE_FILE))
+            write_json(self._folder / "bottlenecks.json", self._part_figures)
+        finished.export_chrome_trace(str(self._folder / "trace.json"))
         on_gpu = ProfilerActivity.CUDA in finished.activities
         by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         table = finished.key_averages().table(sort_by=by, row_limit=OPERATORS)
-        (self._folder / TABLE_FILE).write_text(table + "\n", encoding="utf-8")
+        (self._folder / "top_operators.txt").write_text(table + "\n", encoding="utf-8")
         logger.info("profile of %d steps: %s", self._steps_ended - WARMUP_STEPS, self._folder)
 
     def figures(self) -> dict[str, Any]:

@@ -9,8 +9,6 @@ import torch
 from scu_trainer.errors import ControlError
 from scu_trainer.train.regularization.penalty import Prior, Result
 
-LARGEST_STAGE = 2
-
 
 class ZeroPrior(Prior):
     """A ``Prior`` that decays the fp32 master weights through DeepSpeed's own API.
@@ -51,7 +49,7 @@ class ZeroPrior(Prior):
 def check_zero_stage(stage: int, actuator: str) -> None:
     """Raise ControlError if weights cannot be regularized under DeepSpeed: ZeRO-3 shards them, and the penalty needs
     gradients that are inside the engine."""
-    if not 1 <= stage <= LARGEST_STAGE:
+    if not 1 <= stage <= 2:
         raise ControlError(
             f"the regularization loop works under ZeRO stage 1 and 2, but this is stage {stage}, where lambda cannot "
             "reach the trained weights; change zero_optimization.stage, or set scu: false"

@@ -28,7 +28,6 @@ from scu_trainer.train.resuming import is_at_epoch_end
 
 logger = logging.getLogger("scu_trainer")
 
-CLOSED = "a closed terminal or pipe"
 LAUNCHERS_ECHO_S = 5.0
 """Ignore a second signal within this time: a launcher passes Ctrl-C on to ranks that the terminal has sent it to."""
 
@@ -100,7 +99,7 @@ class StopRequest:
         consequence = "ends after this step, with a checkpoint" if ends else "continues"
         logger.warning("the terminal or pipe that showed this run was closed; the run %s", consequence)
         if ends and self.name is None:
-            self.name = CLOSED
+            self.name = "a closed terminal or pipe"
 
     def cancel_deadline(self) -> None:
         """Cancel the deadline, because the run is about to end."""
