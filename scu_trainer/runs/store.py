@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.errors import SettingsError, StorageError, did_you_mean
+from scu_trainer.figures import first_few
 from scu_trainer.json_types import misfit
 from scu_trainer.run_files import read_json, read_status, write_json
 from scu_trainer.runs.process import Identity
@@ -188,7 +189,7 @@ def find_run(name: str, root: Path) -> Run:
         if _is_run(path):
             return Run(path, path.absolute().name)
     known = [run.name for run in all_runs(root)]
-    listed = f"; runs: {', '.join(known[:8])}{', ...' if len(known) > 8 else ''}" if known else "; there is none yet"
+    listed = f"; runs: {first_few(known, 8)}" if known else "; there is none yet"
     raise SettingsError(f"no run {name!r} in {root}{did_you_mean(name, known)}{listed}")
 
 

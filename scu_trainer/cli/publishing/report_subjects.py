@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scu_trainer.errors import SettingsError, did_you_mean
+from scu_trainer.figures import first_few
 from scu_trainer.report.ablation import Comparison, read_comparison
 from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison
 from scu_trainer.report.files import BEGUN, STATUS_FILE, RunFiles, has_begun, is_run, read_run
@@ -16,7 +17,6 @@ from scu_trainer.runs.process import System
 from scu_trainer.runs.state import report
 from scu_trainer.runs.store import Run, all_runs
 
-MOST_NAMED = 8
 LOCK_FILE = "_run.lock"
 QUIET_S = 60.0
 """A comparison with unfinished runs counts as stopped if none is alive and its file did not change for this time."""
@@ -101,19 +101,15 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
 def _not_a_run_message(folder: Path, word: str, root: Path) -> str:
     if not folder.exists():
         known = [run.name for run in all_runs(root)]
-        listed = f"; runs in {root}: {_joined_names(known)}" if known else ""
+        listed = f"; runs in {root}: {first_few(known, 8)}" if known else ""
         return f"{word} does not exist{did_you_mean(Path(word).name, known)}{listed}; give the directory of a run"
     below = folder / "runs" if (folder / "runs").is_dir() else folder  # a sweep has its runs in there
     inside = [path.name for path in sorted(below.iterdir()) if is_run(path)] if below.is_dir() else []
-    runs = f"; it holds runs: {_joined_names(inside)}; give one of them, as {below / inside[0]}" if inside else ""
+    runs = f"; it holds runs: {first_few(inside, 8)}; give one of them, as {below / inside[0]}" if inside else ""
     files = ", ".join((STATUS_FILE, *BEGUN[:3], COMPARISON_FILE))
     return f"{folder} is not the directory of a run or comparison: it holds none of {files} and the like" + (
         runs or "; give a directory that scu-trainer train or compare wrote"
     )
-
-
-def _joined_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
 def _is_under_way(comparison: Comparison) -> bool:

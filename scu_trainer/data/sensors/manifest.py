@@ -27,7 +27,7 @@ from scu_trainer.data.samples import SampleStatistics
 from scu_trainer.data.sensors.format import ARRAY_FORMATS, FORMAT_HINT, MANIFEST
 from scu_trainer.data.statistics import unused_column_lines
 from scu_trainer.errors import DataError, did_you_mean
-from scu_trainer.figures import count_text
+from scu_trainer.figures import count_text, first_few
 from scu_trainer.settings.base import short
 
 CSV_MANIFEST = "manifest.csv"
@@ -256,6 +256,6 @@ def label_number(label: Any, names: Sequence[str]) -> int:
         return label  # the classes of a model have names, but the manifest has numbers
     raise BadSample(
         "label out of range",
-        f"label {label!r} is not one of the {len(names)} classes: {', '.join(names[:10])}"
-        f"{', ...' if len(names) > 10 else ''}{did_you_mean(label, names) if isinstance(label, str) else ''}",
+        f"label {label!r} is not one of the {len(names)} classes: {first_few(names, 10)}"
+        f"{did_you_mean(label, names) if isinstance(label, str) else ''}",
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from packaging.version import Version
 
 from scu_trainer.errors import ModelError, did_you_mean
+from scu_trainer.figures import first_few
 from scu_trainer.models.loading.names import as_model_error, embedding_rows_of_adapter
 from scu_trainer.models.quantize import is_mamba
 from scu_trainer.settings.model import MUTATING
@@ -279,8 +280,7 @@ def freeze_unselected_weights(model: nn.Module, settings: ModelSettings) -> nn.M
 
 def _kinds_of_weights(names: list[str]) -> str:
     """List the kinds of weights, with N for the numbers of layers."""
-    kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names))
-    return ", ".join(kinds[:12]) + (", ..." if len(kinds) > 12 else "")
+    return first_few(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in names), 12)
 
 
 def save_only_new_rows(model: nn.Module) -> nn.Module:

@@ -162,8 +162,8 @@ def _head_line(is_new: bool, stored_names: Sequence[str], label_names: Sequence[
         return f"the head is replaced: {len(label_names)} classes where the model has {len(stored_names)}"
     if tuple(stored_names) != tuple(label_names):
         return (
-            f"the head is kept, for the same number of classes: {_first_names(stored_names)} are now "
-            f"{_first_names(label_names)}"
+            f"the head is kept, for the same number of classes: {first_few(stored_names)} are now "
+            f"{first_few(label_names)}"
         )
     return None
 
@@ -172,13 +172,9 @@ def _require_classes(settings: ModelSettings, label_names: Sequence[str]) -> Non
     known = known_classes(settings)
     if known != tuple(label_names):
         raise ModelError(
-            f"the classes of {settings.model_name_or_path} ({_first_names(known)}) are not those of the data "
-            f"({_first_names(label_names)}), in this order; give the data that it was trained for"
+            f"the classes of {settings.model_name_or_path} ({first_few(known)}) are not those of the data "
+            f"({first_few(label_names)}), in this order; give the data that it was trained for"
         )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f", ... {len(names)} in all" if len(names) > 3 else "")
 
 
 def _require_image_size(model: PreTrainedModel, view: ImageView, name: str) -> None:
