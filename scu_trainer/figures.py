@@ -42,6 +42,17 @@ def format_setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and len(text) > 12 else text
 
 
+def duration(seconds: Optional[float]) -> str:
+    """ "0:42", "2:05:10", "3 d 04:10"."""
+    if seconds is None:
+        return NONE
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24:02}:{rest_minutes:02}"
+    return f"{hours}:{rest_minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
+
+
 def first_few(texts: Iterable[str], most: int = 3, between: str = ", ") -> str:
     """Join the first ``most`` texts, and count the others: "a, b, c and 2 more"."""
     named = list(texts)

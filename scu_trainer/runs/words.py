@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from scu_trainer.figures import NONE, bits_of
+from scu_trainer.figures import NONE, bits_of, duration
 from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.progress import RunProgress
 from scu_trainer.runs.state import Report
@@ -66,17 +66,6 @@ def memory(report: Report) -> str:
 def micro_batch(progress: RunProgress) -> str:
     parts = [(progress.rows_per_chunk, "rows"), (progress.tokens_per_chunk, "tokens")]
     return ", ".join(f"{value} {unit}" for value, unit in parts if value is not None) or NONE
-
-
-def duration(seconds: Optional[float]) -> str:
-    """ "0:42", "2:05:10", "3 d 04:10"."""
-    if seconds is None:
-        return NONE
-    minutes, rest_s = divmod(round(seconds), 60)
-    hours, rest_minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24:02}:{rest_minutes:02}"
-    return f"{hours}:{rest_minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
 
 
 def left(report: Report) -> str:

@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from scu_trainer.cli.main import figures_table
-from scu_trainer.figures import count_text
+from scu_trainer.figures import count_text, duration
 from scu_trainer.report.comparison import text as words
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
 from scu_trainer.runs.studies.comparison_state import ArmState, Key, progress_line
-from scu_trainer.runs.words import duration
 from scu_trainer.settings.base import as_typed
 
 

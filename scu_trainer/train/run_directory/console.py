@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from scu_trainer.figures import NATS_PER_BIT
+from scu_trainer.figures import NATS_PER_BIT, duration
 from scu_trainer.train.loop import Loop
 
 OF_SOURCE = "eval_bpt_"
@@ -99,7 +99,7 @@ class ConsoleCallback(Loop):
         return "  ".join(parts)
 
     def _left(self, state) -> str:
-        return _formatted_duration(seconds_left(state, self._first_step, self._started_s))
+        return duration(seconds_left(state, self._first_step, self._started_s))
 
     def _print(self, text: str) -> None:
         (self._bar.console if self._bar is not None else self.console).print(text, soft_wrap=True)
@@ -131,11 +131,3 @@ def _by_source(logs: dict[str, float]) -> str:
 
 def _progress(state) -> str:
     return f"{state.global_step:>{len(str(state.max_steps))}}/{state.max_steps}"
-
-
-def _formatted_duration(seconds: Optional[float]) -> str:
-    if seconds is None:
-        return "-"
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
