@@ -16,7 +16,7 @@ from scu_trainer.errors import RequirementError, StorageError
 from scu_trainer.hardware.needs import RecipeNeeds
 from scu_trainer.hardware.optimizers import check_optimizer
 from scu_trainer.hardware.probe import Accelerator, Machine, installed_version, probe
-from scu_trainer.run_files import require_writable
+from scu_trainer.run_files import format_bytes, require_writable
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -175,7 +175,7 @@ def _devices(accelerators: Sequence[Accelerator]) -> str:
     if not accelerators:
         return "CPU only"
     return ", ".join(
-        f"{item.kind}:{item.index} {item.name} {_gib(item.free_bytes)} free of {_gib(item.total_bytes)}"
+        f"{item.kind}:{item.index} {item.name} {format_bytes(item.free_bytes)} free of {format_bytes(item.total_bytes)}"
         for item in accelerators
     )
 
@@ -190,12 +190,12 @@ def _optimizer(optim: str, needs: RecipeNeeds, machine: Machine) -> RequirementS
 
 
 def _ram(machine: Machine) -> RequirementStatus:
-    found = f"{_gib(machine.ram_available_bytes)} free of {_gib(machine.ram_total_bytes)}"
+    found = f"{format_bytes(machine.ram_available_bytes)} free of {format_bytes(machine.ram_total_bytes)}"
     if machine.ram_limit_bytes is not None:
         found += " (container limit)"
     ok = machine.ram_available_bytes >= NEEDED_RAM_BYTES
     return RequirementStatus(
-        "memory", ok, found, f">={_gib(NEEDED_RAM_BYTES)} free", "end other programs or raise the limit"
+        "memory", ok, found, f">={format_bytes(NEEDED_RAM_BYTES)} free", "end other programs or raise the limit"
     )
 
 
@@ -203,7 +203,7 @@ def _disk(name: str, setting: str, path: Path, machine: Machine) -> RequirementS
     free = machine.disk_free_bytes[path]
     fix = f"free some at {path} or set {setting} to a larger disk"
     return RequirementStatus(
-        name, free >= NEEDED_DISK_BYTES, f"{_gib(free)} free", f">={_gib(NEEDED_DISK_BYTES)} free", fix
+        name, free >= NEEDED_DISK_BYTES, f"{format_bytes(free)} free", f">={format_bytes(NEEDED_DISK_BYTES)} free", fix
     )
 
 
@@ -222,7 +222,3 @@ def _tested_versions() -> dict[str, str]:
         return {}
     pins = (line.split("==") for line in constraints.read_text().splitlines() if "==" in line and line[0] != "#")
     return dict(pins)
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB"

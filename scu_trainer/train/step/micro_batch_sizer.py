@@ -20,7 +20,9 @@ import torch
 from scu_trainer.control import microbatch as control
 from scu_trainer.control import splitting
 from scu_trainer.errors import OutOfMemory
+from scu_trainer.figures import count_text
 from scu_trainer.hardware.peaks import device_name
+from scu_trainer.run_files import format_bytes
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
 from scu_trainer.train.step.batches.rows import Row
@@ -426,7 +428,7 @@ class MicroBatchSizer:
     def failed(self, micro_batch: MicroBatch, caught: CatchOutOfMemory) -> Sequence[MicroBatch]:
         """Return smaller micro-batches of the same rows. Raises OutOfMemory if they cannot be cut."""
         settings, reading = self.settings, self._read_gauge()
-        wanted = f" ({_gib(caught.wanted_bytes)} wanted)" if caught.wanted_bytes else ""
+        wanted = f" ({format_bytes(caught.wanted_bytes)} wanted)" if caught.wanted_bytes else ""
         if self._rests:  # nothing was read before this step, so take what is in use now, after freeing
             self._rests = False
             self._before = self._base = reading
@@ -467,7 +469,7 @@ class MicroBatchSizer:
         names += f" ({micro_batch.length} tokens)" if self.has_length else ""
         problem = "does not fit in memory even alone" if len(micro_batch.rows) < 2 else "do not fit in memory together"
         obstacle = self._window.batches[micro_batch.batch].obstacle or self._window.uncuttable
-        wanted = f", {_gib(caught.wanted_bytes)} wanted" if caught.wanted_bytes else ""
+        wanted = f", {format_bytes(caught.wanted_bytes)} wanted" if caught.wanted_bytes else ""
         is_kept = len(micro_batch.rows) > 1 and obstacle is None
         is_setting = self.settings.min_batch_size >= self._window.fewest_rows
         keeper = "min_batch_size" if is_setting else "BatchNorm, which has no statistics of one row,"
@@ -478,7 +480,7 @@ class MicroBatchSizer:
         )
         return (
             f"step {self.step}: {names} {problem}{wanted}; "
-            f"{_gib(reading.used_bytes)} of {_gib(reading.limit_bytes)} were in use before"
+            f"{format_bytes(reading.used_bytes)} of {format_bytes(reading.limit_bytes)} were in use before"
             + (f"; it could not be cut: {obstacle}" if obstacle else "")
             + (f"; {keeper} keeps {len(micro_batch.rows)} rows together" if is_kept else "")
             + f". Lower {fewer}block_size, use gradient checkpointing (activation_checkpointing: true), LoRA or a "
@@ -488,10 +490,10 @@ class MicroBatchSizer:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def amount(self, tokens: int) -> str:
-        return f"{tokens:,} tokens" if self.has_length else _rows(tokens)
+        return f"{tokens:,} tokens" if self.has_length else count_text(tokens, "row")
 
     def _size(self, micro_batch: MicroBatch) -> str:
-        rows = _rows(len(micro_batch.rows)) if micro_batch.rows else WITHOUT_ROWS
+        rows = count_text(len(micro_batch.rows), "row") if micro_batch.rows else WITHOUT_ROWS
         if not self.has_length or not micro_batch.rows:
             return rows
         is_even = micro_batch.tokens == len(micro_batch.rows) * micro_batch.length
@@ -521,7 +523,7 @@ class MicroBatchSizer:
             "step %d: micro-batches of at most %s from now on: %s; the optimizer still sees %d rows of this device per "
             "step",
             self.step,
-            f"{tokens} tokens ({rows_per_chunk} of the longest rows)" if self.has_length else _rows(tokens),
+            f"{tokens} tokens ({rows_per_chunk} of the longest rows)" if self.has_length else count_text(tokens, "row"),
             reason,
             sum(batch.rows for batch in self._window.batches),
         )
@@ -575,11 +577,3 @@ def sizer_config_of(settings: MemorySettings) -> control.SizerConfig:
         ki=settings.pid_ki,
         kd=settings.pid_kd,
     )
-
-
-def _rows(count: int) -> str:
-    return f"{count} row{'s' if count > 1 else ''}"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.1f} MiB"
