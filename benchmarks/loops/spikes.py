@@ -50,8 +50,7 @@ from scu_trainer.settings import SafetySettings
 from scu_trainer.train.evaluation.scoring import score_documents
 from scu_trainer.train.loop import Loop
 from scu_trainer.train.loops.guard.parts import loss_of, step_parts, unchanged
-from scu_trainer.train.loops.guard.spike_rows import FAR
-from scu_trainer.train.loops.guard.spikes import SpikeWatch
+from scu_trainer.train.loops.guard.spikes import FAR, SpikeWatch
 from scu_trainer.train.run_directory.logs import run_log
 
 MODELS, SERIES_STEPS, FIRST_GROUP = 32, 600, 200
