@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks.gpu.gpu_work import Point, flops_per_token
 from benchmarks.lib.common import shown
 from benchmarks.lib.outcome import Figure, Grid, figure
-from scu_trainer.hardware.peaks import known_tflops
+from scu_trainer.hardware.presets import known_tflops
 
 GIB = 2**30
 HEADS = (

@@ -11,8 +11,7 @@ from setuptools import find_packages
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.hardware import presets as subject
-from scu_trainer.hardware.peaks import OTHER_CARDS, known_tflops
-from scu_trainer.hardware.presets import find, parse_bytes, presets
+from scu_trainer.hardware.presets import OTHER_CARDS, find, known_tflops, parse_bytes, presets
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from scu_trainer.hardware.peaks import known_tflops
+from scu_trainer.hardware.presets import known_tflops
 from scu_trainer.models.memory_format import apply_channels_last
 from scu_trainer.settings import CurriculumSettings, MemorySettings
 from scu_trainer.settings.efficiency import EfficiencySettings

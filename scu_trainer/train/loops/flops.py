@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer
 
-from scu_trainer.hardware.peaks import device_name, known_tflops
+from scu_trainer.hardware.presets import device_name, known_tflops
 from scu_trainer.models.loading.offloaded import input_device
 from scu_trainer.train.loss.analysis import restored_on_exit
 from scu_trainer.train.loss.analysis.measuring import rounds_to_tf32

@@ -21,7 +21,7 @@ from scu_trainer.control import microbatch as control
 from scu_trainer.control import splitting
 from scu_trainer.errors import OutOfMemory
 from scu_trainer.figures import count_text
-from scu_trainer.hardware.peaks import device_name
+from scu_trainer.hardware.presets import device_name
 from scu_trainer.run_files import format_bytes
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
