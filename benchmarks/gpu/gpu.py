@@ -14,8 +14,8 @@ synchronization only before and after them, then one step in which waits of the 
 after the other, with all contenders of a model in turn, and everything --repeats times. Real tokens are predicted
 tokens, without padding. Peaks are those of torch's allocator during training, and the memory that it reserved. MFU is
 our count of model FLOPs (scu_trainer/train/loops/flops.py, without padding and recomputation) at the measured tokens
-per second, divided by the bf16 peak that the manufacturer states (scu_trainer/hardware/presets.py, or --peak_tflops); "-"
-for a GPU without a known peak.
+per second, divided by the bf16 peak that the manufacturer states (scu_trainer/hardware/presets.py, or --peak_tflops);
+"-" for a GPU without a known peak.
 
 The first entries of --shapes, --tuning and --contenders are measured first. When --minutes are over, the points that
 were not measured are listed. The result file is written after every point; points of an earlier run on the same GPU

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from scu_trainer.cli.machine import hardware
-from scu_trainer.cli.machine import screens as hardware_screens
+from scu_trainer.cli.machine.hardware import run_lines
 from scu_trainer.errors import SettingsError, StorageError, UserError
 from scu_trainer.hardware import probe
 from scu_trainer.hardware.watching import monitor as subject
@@ -156,13 +156,13 @@ def test_readings_keep_the_highest(monkeypatch):
 
 
 def test_what_a_person_reads():
-    assert hardware_screens.run_lines(RUN) == [
+    assert run_lines(RUN) == [
         "run: 2 processes, 2.00 GiB",
         "running, step 7 of 100",
         "micro-batches of 512 tokens (4 rows), limit 20.00 GiB",
     ]
     bare = RunReading(1, 3 * GIB, None, GIB)
-    assert hardware_screens.run_lines(bare) == ["run: 1 process, 3.00 GiB resident, GPU 1.00 GiB"]
+    assert run_lines(bare) == ["run: 1 process, 3.00 GiB resident, GPU 1.00 GiB"]
 
 
 def test_rows_are_appended_under_one_header(tmp_path):

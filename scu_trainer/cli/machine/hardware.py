@@ -7,20 +7,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Optional
 
 from scu_trainer.cli.fields import check_known
 from scu_trainer.cli.machine.optimize import optimize
-from scu_trainer.cli.machine.screens import profile_facts, reading_line, screen
-from scu_trainer.cli.main import facts_table, guarded, plain_console
+from scu_trainer.cli.main import facts_table, figures_table, guarded, plain_console
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import OPTIMAL
 from scu_trainer.errors import RequirementError, SettingsError
+from scu_trainer.figures import count_text
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
-from scu_trainer.hardware.profile import profile
-from scu_trainer.hardware.watching.monitor import MonitorReading, device_name, find_target, readings
+from scu_trainer.hardware.profile import HardwareProfile, profile
+from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading, device_name, find_target, readings
 from scu_trainer.hardware.watching.readings_csv import CsvLog
 from scu_trainer.run_files import format_gib
 from scu_trainer.shipped import recipe
@@ -102,6 +103,39 @@ def _profile(options: argparse.Namespace) -> int:
     return 0
 
 
+def profile_facts(machine: HardwareProfile) -> Iterator[tuple[str, str]]:
+    yield "system", f"{machine.system}, Python {machine.python}"
+    if not machine.gpus:
+        yield "GPU", "none that torch can use"
+    for gpu in machine.gpus:
+        capability = f", compute capability {gpu.compute_capability}" if gpu.compute_capability else ""
+        yield (
+            f"{gpu.kind}:{gpu.index}",
+            f"{gpu.name}, {format_gib(gpu.free_bytes)} free of {format_gib(gpu.total_bytes)}{capability}",
+        )
+        if gpu.kind == "cuda" and gpu.users is None:
+            yield "", "unknown whether anything else uses it: nvidia-smi does not report it"
+        for user in gpu.users or ():
+            used = "memory unknown" if user.used_bytes is None else format_gib(user.used_bytes)
+            yield "", f"used by process {user.pid} ({user.name}): {used}"
+    cpu, ram = machine.cpu, machine.ram
+    cores = "" if cpu.cores is None else f"{cpu.cores} cores, "
+    yield "CPU", f"{cpu.name} ({cpu.architecture}), {cores}{cpu.threads} threads, {cpu.usable:g} usable here"
+    yield "", "instructions: " + (" ".join(cpu.features) or "none of those that matter are known")
+    limit = "" if ram.limit_bytes is None else f", container limit {format_gib(ram.limit_bytes)}"
+    yield (
+        "RAM",
+        f"{format_gib(ram.available_bytes)} available of {format_gib(ram.total_bytes)}{limit}, "
+        f"swap {format_gib(ram.swap_bytes)}",
+    )
+    for disk in machine.disks:
+        speed = disk.note if disk.write_bytes_per_s is None else f"writes {disk.write_bytes_per_s / 1e6:,.0f} MB/s"
+        yield "disk", f"{disk.path}: {format_gib(disk.free_bytes)} free of {format_gib(disk.total_bytes)}, {speed}"
+    installed = [f"{name} {version}" for name, version in machine.packages.items() if version is not None]
+    yield "packages", ", ".join(installed)
+    yield "", "not installed: " + ", ".join(name for name, version in machine.packages.items() if version is None)
+
+
 # -- check -------------------------------------------------------------------------------------------------------------
 
 
@@ -171,3 +205,42 @@ def _monitor(options: argparse.Namespace) -> int:
     if target is not None and not target.is_alive:
         console.print(target.ending(), soft_wrap=True)
     return 0
+
+
+def screen(reading: MonitorReading):
+    """Return a table of memory for a terminal."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+
+    rows = []
+    for level in reading.levels:
+        bar = ProgressBar(total=level.total_bytes, completed=level.used_bytes, width=18)
+        rows.append([level.name, bar, *map(format_gib, (level.used_bytes, level.highest_bytes, level.total_bytes))])
+    table = figures_table(["memory", "", "used", "highest", "of"], rows, left=["memory", ""], no_wrap=True)
+    return table if reading.run is None else Group(table, *run_lines(reading.run))
+
+
+def reading_line(reading: MonitorReading) -> str:
+    """Return one line on memory for a pipe or a log."""
+    levels = [
+        f"{level.name} {format_gib(level.used_bytes)} of {format_gib(level.total_bytes)}" for level in reading.levels
+    ]
+    return "; ".join([*levels, *(run_lines(reading.run) if reading.run is not None else ())])
+
+
+def run_lines(run: RunReading) -> list[str]:
+    """Return lines on the memory of a run, its progress, and its micro-batches."""
+    count = count_text(run.processes, "process", "processes")
+    memory = (
+        f"{count}, {format_gib(run.rss_bytes)} resident"
+        if run.pss_bytes is None
+        else f"{count}, {format_gib(run.pss_bytes)}"
+    )
+    lines = [f"run: {memory}" if run.gpu_bytes is None else f"run: {memory}, GPU {format_gib(run.gpu_bytes)}"]
+    if run.status is not None:
+        step = "before its first step" if run.step is None else f"step {run.step} of {run.max_steps}"
+        lines.append(f"{run.status}, {step}")
+    if run.tokens_per_chunk is not None:
+        limit = "" if run.limit_bytes is None else f", limit {format_gib(run.limit_bytes)}"
+        lines.append(f"micro-batches of {run.tokens_per_chunk:,} tokens ({run.rows_per_chunk} rows){limit}")
+    return lines
