@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.cli.publishing import report_subjects as subjects
-from scu_trainer.errors import SettingsError, require_packages
+from scu_trainer.errors import SettingsError, did_you_mean, require_packages
+from scu_trainer.figures import first_few
+from scu_trainer.report.ablation import Comparison, read_comparison
+from scu_trainer.report.comparison.report import COMPARISON_FILE, is_comparison
+from scu_trainer.report.files import BEGUN, STATUS_FILE, RunFiles, has_begun, is_run, read_run
 from scu_trainer.report.page import Drawing, drawing, html
 from scu_trainer.report.pages import page_of, plots_of
 from scu_trainer.report.render import THEMES, boxed_letters, in_theme, png
 from scu_trainer.report.settings_table import repeat_yaml
 from scu_trainer.report.write import PAGE, check_folder, forget_old, plot_files, repeat_file, write_files
 from scu_trainer.run_files import format_bytes
-from scu_trainer.runs.store import ROOT
+from scu_trainer.runs.process import System
+from scu_trainer.runs.state import report
+from scu_trainer.runs.store import ROOT, Run, all_runs
 
 DESCRIPTION = """\
 Plots runs together, or a comparison that `scu-trainer compare` has
@@ -32,6 +39,9 @@ Exit codes: 0 done, also after Ctrl-C in --watch; 2 you can fix it."""
 
 EVERY_S = 30.0
 LEAST_S = 0.5
+LOCK_FILE = "_run.lock"
+QUIET_S = 60.0
+"""A comparison with unfinished runs counts as stopped if none is alive and its file did not change for this time."""
 
 
 @guarded
@@ -47,11 +57,11 @@ def main(argv: list[str], sleep: Callable[[float], None] = time.sleep) -> int:
             f"folder, such as --output {options.output.with_suffix('')}"
         )
     require_packages("a report", "report", ("matplotlib",), loads=True)
-    wanted = subjects.find_subjects(options.runs, options.root, waits=options.watch is not None)
+    wanted = find_subjects(options.runs, options.root, waits=options.watch is not None)
     folder = options.output or (wanted.runs[0].path / "report" if len(wanted.runs) == 1 else Path("report"))
     if options.watch is not None:
         return _watch(wanted, folder, options.watch, sleep)
-    subjects.require_begun(wanted, folder)
+    require_begun(wanted, folder)
     _print_summary(folder, _write_all(wanted, folder))
     return 0
 
@@ -88,7 +98,7 @@ def _seconds(text: str) -> float:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def _write_all(wanted: subjects.ReportSubjects, folder: Path) -> list[str]:
+def _write_all(wanted: ReportSubjects, folder: Path) -> list[str]:
     """Write the final page, and every plot as files. Returns what is not drawn, with the reason."""
     subject = wanted.read()
     plots, repeats = plots_of(subject), _repeat_files(wanted, subject)
@@ -119,7 +129,7 @@ def _plot_files(item: Drawing) -> dict[str, str | bytes]:
     return files
 
 
-def _repeat_files(wanted: subjects.ReportSubjects, subject) -> dict[str, str]:
+def _repeat_files(wanted: ReportSubjects, subject) -> dict[str, str]:
     """Return the settings of each run as files that ``scu-trainer train --config`` reads."""
     if wanted.is_comparison:
         return {}
@@ -128,7 +138,7 @@ def _repeat_files(wanted: subjects.ReportSubjects, subject) -> dict[str, str]:
     return {name: repeat_yaml(run) for name, run in zip(names, subject, strict=True)}
 
 
-def _write_page(wanted: subjects.ReportSubjects, folder: Path, every_s: float) -> None:
+def _write_page(wanted: ReportSubjects, folder: Path, every_s: float) -> None:
     subject = wanted.read()
     repeats = _repeat_files(wanted, subject)
     check_folder(folder, [PAGE, *repeats])
@@ -152,7 +162,7 @@ def _print_summary(folder: Path, notes: Sequence[str]) -> None:
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
-def _watch(wanted: subjects.ReportSubjects, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
+def _watch(wanted: ReportSubjects, folder: Path, every_s: float, sleep: Callable[[float], None]) -> int:
     """Rewrite the page until all runs have ended or Ctrl-C is pressed, then write the final page."""
     print(f"watching every {every_s:g} s until all runs have ended, Ctrl-C ends it: {folder / PAGE}", flush=True)
     for run in wanted.runs:
@@ -169,3 +179,114 @@ def _watch(wanted: subjects.ReportSubjects, folder: Path, every_s: float, sleep:
             return 0
     _print_summary(folder, _write_all(wanted, folder))
     return 0
+
+
+# -- which runs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReportSubjects:
+    """What a report is about: ``runs``, with their names in the report, or the folder of one comparison."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def is_comparison(self) -> bool:
+        """Whether this is a comparison. Checked each time, because the report may be waiting for it to start."""
+        return is_comparison(self.runs[0].path)
+
+    def read(self) -> list[RunFiles] | Comparison:
+        if self.is_comparison:
+            return read_comparison(self.runs[0].path)
+        return [read_run(run.path, run.name, *_state(run)) for run in self.runs]
+
+    def is_alive(self) -> bool:
+        """Whether a run is still running or expected."""
+        if self.is_comparison:
+            return _is_under_way(read_comparison(self.runs[0].path))
+        return any(_state(run)[2] for run in self.runs)
+
+    def may_write(self, folder: Path) -> bool:
+        """Whether a report may be written to ``folder``. It must not be inside a run that has not started, because
+        training needs that folder to be empty."""
+        place = folder.resolve()
+        inside = [run.path for run in self.runs if run.path.resolve() in (place, *place.parents)]
+        return self.is_comparison or all(has_begun(run) for run in inside)
+
+
+def find_subjects(words: Sequence[str], root: Path, waits: bool) -> ReportSubjects:
+    """Return what the report is about. ``waits``: whether a run may not exist yet. Raises SettingsError for anything
+    that is not a run or a comparison."""
+    folders = [_folder(word, root) for word in words]
+    if any(is_comparison(folder) for folder in folders):
+        if len(folders) > 1:
+            raise SettingsError("a comparison cannot be combined with others: give only its folder, or only runs")
+        return ReportSubjects((Run(folders[0], folders[0].name),))
+    for folder, word in zip(folders, words, strict=True):
+        if not is_run(folder) and not (waits and _may_become_run(folder)):
+            raise SettingsError(_not_a_run_message(folder, word, root))
+    absolute = [Path(os.path.abspath(folder)) for folder in folders]  # unlike ``resolve``, keeps the names of links
+    repeated = next((word for word, path in zip(words, absolute, strict=True) if absolute.count(path) > 1), None)
+    if repeated is not None:
+        raise SettingsError(f"{repeated} is given twice; give each run once")
+    return ReportSubjects(tuple(map(Run, folders, _distinct_names(absolute))))
+
+
+def require_begun(wanted: ReportSubjects, folder: Path) -> None:
+    """Raise SettingsError if the report would be written into a run that has not started."""
+    if not wanted.may_write(folder):
+        raise SettingsError(
+            f"{folder} belongs to a run that has not started to train, and needs to be empty for it; add "
+            f"--watch to wait for it, or give another --output"
+        )
+
+
+def _may_become_run(folder: Path) -> bool:
+    """Whether a training may be about to start in ``folder``. It locks the folder while it loads."""
+    return not folder.exists() or (folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK_FILE})
+
+
+def _folder(word: str, root: Path) -> Path:
+    path = Path(word)
+    return path if path.exists() or not (root / word).is_dir() else root / word
+
+
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Return the names of the folders, with parent folders if two have the same name."""
+    names, depth = [folder.name for folder in folders], 1
+    while len(set(names)) < len(names):
+        depth += 1
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+    return names
+
+
+def _not_a_run_message(folder: Path, word: str, root: Path) -> str:
+    if not folder.exists():
+        known = [run.name for run in all_runs(root)]
+        listed = f"; runs in {root}: {first_few(known, 8)}" if known else ""
+        return f"{word} does not exist{did_you_mean(Path(word).name, known)}{listed}; give the directory of a run"
+    below = folder / "runs" if (folder / "runs").is_dir() else folder  # a sweep has its runs in there
+    inside = [path.name for path in sorted(below.iterdir()) if is_run(path)] if below.is_dir() else []
+    runs = f"; it holds runs: {first_few(inside, 8)}; give one of them, as {below / inside[0]}" if inside else ""
+    files = ", ".join((STATUS_FILE, *BEGUN[:3], COMPARISON_FILE))
+    return f"{folder} is not the directory of a run or comparison: it holds none of {files} and the like" + (
+        runs or "; give a directory that scu-trainer train or compare wrote"
+    )
+
+
+def _is_under_way(comparison: Comparison) -> bool:
+    """Whether a comparison has unfinished runs and is still being worked on."""
+    if not comparison.is_alive:
+        return False
+    is_recent = time.time() - (comparison.folder / COMPARISON_FILE).stat().st_mtime < QUIET_S
+    return is_recent or any(_state(Run(run.folder, run.name))[2] for run in comparison.runs.values())
+
+
+def _state(run: Run) -> tuple[str, str, bool]:
+    """Return (state, its description, whether something is still to come)."""
+    if not is_run(run.path):
+        return "not there yet", "its folder does not exist yet", True
+    if not (run.path / STATUS_FILE).is_file() and not run.folder.is_dir():
+        return "unknown", "without run.json, which your own script does not write, its end is unknown", False
+    state = report(run, System()).state
+    return state.status, state.detail, state.is_alive
