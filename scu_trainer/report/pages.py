@@ -5,10 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from scu_trainer.figures import before_and_after, held_out_size
-from scu_trainer.report import samples
 from scu_trainer.report.ablation import Comparison, comparison_plots, or_dash, result_rows
 from scu_trainer.report.drawing import Plot
 from scu_trainer.report.files import RunFiles
@@ -32,6 +31,9 @@ STATE_STYLES = {
 """The style of the label of each state. All other states are bad ends."""
 
 NOTICES = "Warnings and notices"
+LONGEST_SAMPLE = 600
+"""Most characters of a prompt, an answer or a reference that are shown."""
+Sample = dict[str, Any]
 
 
 def plots_of(subject: Sequence[RunFiles] | Comparison) -> list[Plot]:
@@ -53,7 +55,7 @@ def page_of(
             "Key figures",
             [*_changes_tables(subject), *_different_data_warning(subject), Table(*_figures_table(subject))],
         ),
-        *samples.sections(subject),
+        *sample_sections(subject),
         *(Section(item.plot.title, [item]) for item in drawings),
         Section(NOTICES, _warning_blocks(subject)),
         Section("Settings", _settings_blocks(subject)),
@@ -201,3 +203,63 @@ def _runs_table(found: Comparison) -> Table:
         bits = or_dash(run["metrics"].get("held_out_bpt"), ".4f")
         rows.append([f"{run['arm']}, seed {run['seed']}", run["status"], bits, run["error"] or "-"])
     return Table(["run", "status", f"held-out bits per {found.unit}", "error"], rows)
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+def sample_sections(runs: Sequence[RunFiles]) -> list[Section]:
+    """Return the section with the samples, or [] if no run has any."""
+    with_samples = [run for run in runs if run.samples]
+    if not with_samples:
+        return []
+    blocks = _blocks_of_one_run(with_samples[0]) if len(runs) == 1 else [_table_of_runs(with_samples)]
+    return [Section("Samples", blocks)]
+
+
+def _blocks_of_one_run(run: RunFiles) -> list[Table | TextBlock]:
+    first, last = run.samples[0], run.samples[-1]
+    first_title = "before" if first.get("step") == 0 else f"step {first.get('step')}"
+    last_title = f"step {last.get('step')}" if run.is_alive else f"after, step {last.get('step')}"
+    table = _samples_table([first_title, last_title], [_by_prompt(row) for row in (first, last)], _by_prompt(last))
+    in_between = run.samples[1:-1]
+    if not in_between:
+        return [table]
+    lines = [f"step {row.get('step')}, {prompt!r}\n{_answer_text(_by_prompt(row), prompt)}\n"
+             for prompt in _by_prompt(last) for row in in_between]  # fmt: skip
+    return [table, TextBlock("\n".join(lines), True, "during training")]
+
+
+def _table_of_runs(runs: Sequence[RunFiles]) -> Table:
+    """Return a table with the last answers of each run to the prompts of the first run."""
+    last = [_by_prompt(run.samples[-1]) for run in runs]
+    return _samples_table([run.name for run in runs], last, last[0])
+
+
+def _samples_table(titles: Sequence[str], answers: Sequence[dict[str, Sample]], asked: dict[str, Sample]) -> Table:
+    """Return a table with a row for each prompt in ``asked``, and the answer of each column."""
+    rows = [
+        [_shortened(prompt), *(_answer_text(found, prompt) for found in answers), _shortened(sample.get("reference"))]
+        for prompt, sample in asked.items()
+    ]
+    return Table(["prompt", *titles, "reference"], rows, keeps_lines=True)
+
+
+def _by_prompt(row: dict[str, Any]) -> dict[str, Sample]:
+    found = row.get("samples")
+    if not isinstance(found, list):
+        return {}
+    return {str(sample.get("prompt")): sample for sample in found if isinstance(sample, dict)}
+
+
+def _answer_text(found: dict[str, Sample], prompt: str) -> str:
+    if prompt not in found:
+        return "-"
+    text = _shortened(found[prompt].get("answer"))
+    return text if text.strip() else "(blank)"
+
+
+def _shortened(text: Any) -> str:
+    """Strip blank lines around a text, and cut a long one to its end, which is what an answer continues."""
+    text = "" if text is None else str(text).strip("\n")
+    return text if len(text) <= LONGEST_SAMPLE else f"... {text[-LONGEST_SAMPLE:]}"

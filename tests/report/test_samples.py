@@ -8,7 +8,7 @@ from pathlib import Path
 from scu_trainer.hub.card_text import body
 from scu_trainer.hub.facts import RunFacts, read_facts
 from scu_trainer.report.files import RunFiles
-from scu_trainer.report.samples import sections
+from scu_trainer.report.pages import sample_sections
 
 
 def step(number: int, **answers: str) -> dict:
@@ -23,7 +23,7 @@ def run(*rows: dict, name: str = "one", is_alive: bool = False) -> RunFiles:
 
 
 def test_before_and_after_and_the_reference_stand_side_by_side():
-    (section,) = sections([run(step(0, p="a", q="b"), step(5, p="c", q="d"), step(9, p="\ne", q="f"))])
+    (section,) = sample_sections([run(step(0, p="a", q="b"), step(5, p="c", q="d"), step(9, p="\ne", q="f"))])
     table, fold = section.blocks
     assert table.head == ["prompt", "before", "after, step 9", "reference"] and table.keeps_lines
     assert table.rows == [["p", "a", "e", "ref p"], ["q", "b", "f", "ref q"]]
@@ -31,18 +31,18 @@ def test_before_and_after_and_the_reference_stand_side_by_side():
 
 
 def test_while_it_goes_on_and_of_several_runs():
-    (section,) = sections([run(step(3, p="a"), is_alive=True)])
+    (section,) = sample_sections([run(step(3, p="a"), is_alive=True)])
     assert section.blocks[0].head == ["prompt", "step 3", "step 3", "reference"]
-    (section,) = sections([run(step(3, p=" \n\n"))])
+    (section,) = sample_sections([run(step(3, p=" \n\n"))])
     assert section.blocks[0].rows == [["p", "(blank)", "(blank)", "ref p"]]
-    (section,) = sections([run(step(3, p="a", q="b")), run(step(4, p="c"), name="two"), run(name="three")])
+    (section,) = sample_sections([run(step(3, p="a", q="b")), run(step(4, p="c"), name="two"), run(name="three")])
     assert section.blocks[0].head == ["prompt", "one", "two", "reference"]
     assert section.blocks[0].rows == [["p", "a", "c", "ref p"], ["q", "b", "-", "ref q"]]
 
 
 def test_none_and_torn_ones():
-    assert sections([run()]) == []
-    assert sections([run({"step": 1, "samples": "torn"})])[0].blocks[0].rows == []
+    assert sample_sections([run()]) == []
+    assert sample_sections([run({"step": 1, "samples": "torn"})])[0].blocks[0].rows == []
 
 
 def test_the_card_has_the_last_answers_as_they_stand(tmp_path):
