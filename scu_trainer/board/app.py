@@ -1,30 +1,34 @@
-"""The pages of the board and their addresses."""
+"""The pages of the board and their addresses. Their templates are used with those of the report: same colours, tables
+and drawings."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import parse_qs, quote, urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from scu_trainer.board import one
 from scu_trainer.board.acts import RunActions
 from scu_trainer.board.folders import NoSuchRun, can_answer, run_below, runs_below
 from scu_trainer.board.listing import Listing, pill_class, report_or_unreadable, started
-from scu_trainer.board.render import STATIC, address, html_response, show, static
 from scu_trainer.errors import SettingsError, UserError
-from scu_trainer.report.page import html
+from scu_trainer.report.page import environment, html
 from scu_trainer.runs import words
 from scu_trainer.runs.store import Run
 from scu_trainer.secrets import redact
+
+STATIC = {"board.css": "text/css", "page.css": "text/css", "theme.css": "text/css", "board.js": "text/javascript",
+          "chat.js": "text/javascript", "page.js": "text/javascript"}  # fmt: skip
 
 STANDALONE_POLICY = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -42,6 +46,34 @@ FIELDS = ("config", "name", "device", "flags")
 ROLES = ("user", "assistant", "system")
 
 Answer = Callable[[str, Sequence[Mapping[str, str]]], Iterator[str]]
+
+
+def show(template: str, code: int = 200, **values: Any) -> Response:
+    """Render a template to a response. Values are escaped, and secrets in them are redacted."""
+    text = _environment().get_template(template).render(**values)
+    return html_response(text, code)
+
+
+def html_response(text: str, code: int = 200, headers: dict[str, str] | None = None) -> Response:
+    content = redact(text).encode("utf-8", "backslashreplace")  # a folder name may be invalid UTF-8
+    return HTMLResponse(content, code, headers)
+
+
+def address(name: str, *parts: str) -> str:
+    """Return the path of a page of the run ``name``."""
+    return "/".join(("/run", quote(name.encode("utf-8", "surrogateescape"), safe=""), *parts))
+
+
+@functools.cache
+def _environment() -> Any:
+    templates = environment("scu_trainer.board", "scu_trainer.report")
+    templates.globals["address"] = address
+    return templates
+
+
+@functools.cache
+def static(name: str) -> bytes:
+    return _environment().get_template(name).render().encode()
 
 
 class Board:
