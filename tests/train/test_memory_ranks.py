@@ -22,7 +22,6 @@ from transformers import Trainer
 from scu_trainer.errors import ControlError
 from scu_trainer.train.step.distributed import launchers as distributed
 from scu_trainer.train.step.distributed import ranks as subject
-from scu_trainer.train.step.distributed.ranks_deepspeed import deepspeed_ranks
 from tests import processes
 from tests.tiny import Rows, UnevenRows, arguments, llama, pad, same, weights_of
 from tests.train.windowed import Branches, BranchRows, Fault, Windowed
@@ -251,7 +250,7 @@ def test_deepspeed_features_that_break_with_chunks_are_refused(found, text):
     calm = {"wall_clock_breakdown": lambda: False, "flops_profiler_enabled": lambda: False}
     engine = {**calm, "pipeline_parallelism": False, "has_moe_layers": False, "zenflow": False, **found}
     with pytest.raises(ControlError, match=text):
-        deepspeed_ranks(SimpleNamespace(model_wrapped=SimpleNamespace(**engine)))
+        subject.deepspeed_ranks(SimpleNamespace(model_wrapped=SimpleNamespace(**engine)))
 
 
 def test_sharded_models_keep_even_chunks_and_cannot_recover(tmp_path):

@@ -20,7 +20,7 @@ from scu_trainer.train.step.distributed.deepspeed_config import (
     source_of,
 )
 from scu_trainer.train.step.distributed.deepspeed_start import share_process_group
-from scu_trainer.train.step.distributed.ranks_deepspeed import refuse_timers
+from scu_trainer.train.step.distributed.ranks import refuse_timers
 from scu_trainer.train.step.distributed.sharded import (
     IN_SHARDS,
     WHOLE,

@@ -8,8 +8,7 @@ from transformers import TrainingArguments
 
 from scu_trainer.errors import ControlError
 from scu_trainer.settings.base import as_typed
-from scu_trainer.train.step.distributed.ranks import OFF, DdpRanks, Ranks, ShardedRanks
-from scu_trainer.train.step.distributed.ranks_deepspeed import deepspeed_ranks
+from scu_trainer.train.step.distributed.ranks import OFF, DdpRanks, Ranks, ShardedRanks, deepspeed_ranks
 from scu_trainer.train.step.distributed.sharded import is_fsdp
 
 
