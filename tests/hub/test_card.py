@@ -14,8 +14,7 @@ from huggingface_hub import ModelCard
 from scu_trainer.cli.configuration import check_early, read_job
 from scu_trainer.cli.main import main
 from scu_trainer.errors import StorageError
-from scu_trainer.hub.card import CARD, base_license, card_of, is_replaceable_card, write_card
-from scu_trainer.hub.card_text import loading
+from scu_trainer.hub.card import CARD, base_license, card_of, is_replaceable_card, loading, write_card
 from scu_trainer.hub.facts import facts_of, read_facts
 from scu_trainer.hub.local_paths import is_local, without_local_paths
 from scu_trainer.report.files import read_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from scu_trainer.hub.card_text import body
+from scu_trainer.hub.card import body_text
 from scu_trainer.hub.facts import RunFacts, read_facts
 from scu_trainer.report.files import RunFiles
 from scu_trainer.report.pages import sample_sections
@@ -48,6 +48,6 @@ def test_none_and_torn_ones():
 def test_the_card_has_the_last_answers_as_they_stand(tmp_path):
     (tmp_path / "samples.json").write_text(json.dumps([step(0, p="a"), step(9, p="# no heading\n```\n[x](y)")]))
     facts = read_facts(tmp_path, tmp_path)
-    text = body(facts, "me/x", "mit", None)
+    text = body_text(facts, "me/x", "mit", None)
     assert "## Samples" in text and "````text\n# no heading\n```\n[x](y)\n````" in text and "ref p" in text
-    assert "## Samples" not in body(RunFacts(tmp_path), "me/x", "mit", None)
+    assert "## Samples" not in body_text(RunFacts(tmp_path), "me/x", "mit", None)
