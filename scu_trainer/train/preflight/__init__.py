@@ -55,7 +55,7 @@ def before_loading(job: Job) -> list[Finding]:
 def before_training(job: Job, parts: TrainingComponents, output_dir: Path) -> list[Finding]:
     """Return the findings about the prepared data and the loaded model; large ones are sampled, and findings say so.
     ``output_dir``: the folder for checkpoints; it need not exist."""
-    if not optimization.has_rows_per_step(job.training):
+    if any(getattr(job.training, name) < 1 for name in optimization.SIZES):
         return []  # before_loading has reported this error; without it the number of steps is not defined
     train, training = parts.data.train, job.training
     count = len(train) if has_length(train) else None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from transformers import TrainingArguments
-
 from scu_trainer.settings.base import as_typed
 from scu_trainer.train.job.job import Job
 from scu_trainer.train.preflight.finding import Check, Finding
@@ -98,10 +96,6 @@ def optimizer_name(job: Job) -> str:
 def is_plain_gradient(name: str) -> bool:
     """Whether a step is the gradient times the learning rate, instead of about the learning rate for each weight."""
     return "sgd" in name or name == "lomo"
-
-
-def has_rows_per_step(training: TrainingArguments) -> bool:
-    return all(getattr(training, name) >= 1 for name in SIZES)
 
 
 def _check_counts(job: Job) -> Iterator[Finding]:
