@@ -23,10 +23,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 class RequestTranslator:
-    """Checks and translates POST requests to ``app``, and its responses. ``asker`` reads the requests."""
+    """Checks and translates POST requests to ``app``, and its responses. ``reader`` reads the requests."""
 
-    def __init__(self, app: Any, asker: RequestReader) -> None:
-        self.app, self.asker = app, asker
+    def __init__(self, app: Any, reader: RequestReader) -> None:
+        self.app, self.reader = app, reader
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -59,7 +59,7 @@ class RequestTranslator:
             raise BadRequest(message) from error
         except (ValueError, RecursionError) as error:
             raise BadRequest("the body is not JSON") from error
-        body, question = self.asker.forwarded(request.url.path, asked)
+        body, question = self.reader.forwarded(request.url.path, asked)
         return json.dumps(body).encode(), question
 
 

@@ -29,10 +29,10 @@ from scu_trainer.train.step.recovery.out_of_memory import forget_traceback, is_o
 UNAVAILABLE = 503
 
 
-def application(asker: RequestReader, ends: Event) -> Any:
+def application(reader: RequestReader, ends: Event) -> Any:
     """The ASGI application, without access control: wrap it in RequestGuard. ``ends``: set to stop running answers."""
-    torch.manual_seed(asker.settings.seed)
-    manager, state = SingleModelManager(asker, ends), GenerationState()
+    torch.manual_seed(reader.settings.seed)
+    manager, state = SingleModelManager(reader, ends), GenerationState()
     shared = {"model_manager": manager, "generation_state": state}
     app = build_server(
         manager,
@@ -47,21 +47,21 @@ def application(asker: RequestReader, ends: Event) -> Any:
     @app.get(f"{MODELS}/{{name:path}}")
     def one_model(name: str) -> Response:
         try:
-            asker.check_model(name)
+            reader.check_model(name)
         except BadRequest as refused:
             return refused.response()
         return JSONResponse(manager.get_gen_models()[0])
 
-    return RequestTranslator(app, asker)
+    return RequestTranslator(app, reader)
 
 
 class SingleModelManager(ModelManager):
     """A model manager with one model, which ignores the requested name and loads nothing."""
 
-    def __init__(self, asker: RequestReader, ends: Event) -> None:
+    def __init__(self, reader: RequestReader, ends: Event) -> None:
         super().__init__()
-        self.force_model, self._begun = asker.name, int(time.time())
-        self._talker, self._ends = asker.talker, ends
+        self.force_model, self._begun = reader.name, int(time.time())
+        self._talker, self._ends = reader.talker, ends
 
     def process_model_name(self, model_id: str) -> str:
         return self.force_model  # without a revision, because this name appears in responses

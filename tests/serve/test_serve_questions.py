@@ -298,17 +298,17 @@ def test_what_a_template_renders_or_leaves_out_by_design_is_taken(talker):
 def test_what_draws_from_all_tokens_does_not_make_a_greedy_server_draw(talker):
     greedy = Site(talker).post().json()["choices"]
     assert Site(talker).post(top_p=1, top_k=0).json()["choices"] == greedy
-    asker = RequestReader(talker, "tiny", AnswerSettings(do_sample=True, top_k=5, top_p=0.5))
-    asked, _ = asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, "top_p": 1, "top_k": 0})
+    reader = RequestReader(talker, "tiny", AnswerSettings(do_sample=True, top_k=5, top_p=0.5))
+    asked, _ = reader.forwarded(CHAT, {"model": "tiny", "messages": HELLO, "top_p": 1, "top_k": 0})
     config = json.loads(asked["generation_config"])
     assert config["do_sample"] and config["top_k"] == 0 and config.get("top_p", 1) == 1
 
 
 def test_a_temperature_draws_and_zero_does_not(talker):
-    asker = RequestReader(talker, "tiny", AnswerSettings(max_new_tokens=8, temperature=0.9))
+    reader = RequestReader(talker, "tiny", AnswerSettings(max_new_tokens=8, temperature=0.9))
 
     def config(**body: Any) -> dict[str, Any]:
-        asked, _ = asker.forwarded(CHAT, {"model": "tiny", "messages": HELLO, **body})
+        asked, _ = reader.forwarded(CHAT, {"model": "tiny", "messages": HELLO, **body})
         return json.loads(asked["generation_config"])
 
     assert config()["do_sample"] and config()["temperature"] == 0.9 and config()["max_new_tokens"] == 8
