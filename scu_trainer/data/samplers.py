@@ -63,7 +63,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
             )
         self.settings, self.epochs, self.seed, self.rank, self.world = settings, epochs, seed, rank, world
         self.content = content
-        self.law = _law_of(settings, rows_per_batch, fewest_rows)
+        self.config = _config_of(settings, rows_per_batch, fewest_rows)
         self.difficulty = Difficulty(len(self.lengths), settings.difficulty_alpha, settings.difficulty_stale_epochs)
         self.availability = 1.0
         self.costs: Optional[numpy.ndarray] = None
@@ -99,7 +99,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         snapshot = self.difficulty.view(self.availability, self.costs)
         try:
             return control.plan(
-                self.law, snapshot, epoch, self.epochs, permutation, self.lengths, self.world, self.seed
+                self.config, snapshot, epoch, self.epochs, permutation, self.lengths, self.world, self.seed
             )
         except ValueError as error:
             raise DataError(f"epoch {epoch} has nothing to train on: {error}") from error
@@ -109,7 +109,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         difficulties. Returns whether anything changed."""
         before = self._plan
         snapshot = self.difficulty.view(self.availability, self.costs)
-        self._plan = control.reselected_plan(before, done, self.law, snapshot, self.epochs, self.lengths, self.seed)
+        self._plan = control.reselected_plan(before, done, self.config, snapshot, self.epochs, self.lengths, self.seed)
         return self._plan is not before
 
     def update(
@@ -122,7 +122,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         """Return the samples that look wrong to the noise guard now, worst first."""
         snapshot = self.difficulty.view()
         ids = without_quarantined(snapshot, numpy.arange(len(self.lengths))).ids
-        return noise.suspects(snapshot, ids, self.law)[0]
+        return noise.suspects(snapshot, ids, self.config)[0]
 
     def report(self) -> dict[str, Any]:
         """Return statistics of the current plan and of the present difficulties."""
@@ -159,7 +159,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
             "epoch": self._plan.epoch,
             "notes": list(self._plan.notes),
             "micro_batches": self._plan.micro_batches,
-            "classes": self.law.classes,
+            "classes": self.config.classes,
             "samples": len(self.lengths),
             "lengths_crc32": _crc32_of(self.lengths),
             "content": self.content,
@@ -170,7 +170,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         epochs = None if self.epochs is None else float(self.epochs)
         return {
             **asdict(self.settings),
-            "rows_per_batch": self.law.rows_per_batch,
+            "rows_per_batch": self.config.rows_per_batch,
             "processes": self.world,
             "seed": self.seed,
             "epochs": epochs,
@@ -187,7 +187,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         """
         self._require_same_data(state)
         self.difficulty.load_state_dict(_WithPrefix("difficulty", arrays))
-        self.law = replace(self.law, classes=state["classes"])
+        self.config = replace(self.config, classes=state["classes"])
         self._plan = control.EpochPlan.from_arrays(_WithPrefix("plan", arrays), state["epoch"], state["notes"])
         now = self._identity()
         changes = {name: (state[name], value) for name, value in now.items() if state.get(name, value) != value}
@@ -195,7 +195,7 @@ class CurriculumSampler(BatchRebalanceSampler):  # the stock Trainer treats this
         recut = recut or not changes.keys().isdisjoint({"rows_per_batch", "processes"})
         self.was_recut = recut and left > 0
         if self.was_recut:
-            self._plan = control.remaining_plan(self._plan, done, self.world, self.law, self.lengths, self.seed)
+            self._plan = control.remaining_plan(self._plan, done, self.world, self.config, self.lengths, self.seed)
         return _change_messages(changes, state["epoch"], left if recut else 0)
 
     def _require_same_data(self, state: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class _WithPrefix(Mapping[str, numpy.ndarray]):
         return sum(1 for _ in self)
 
 
-def _law_of(settings: CurriculumSettings, rows_per_batch: int, fewest_rows: int) -> control.CurriculumConfig:
+def _config_of(settings: CurriculumSettings, rows_per_batch: int, fewest_rows: int) -> control.CurriculumConfig:
     return control.CurriculumConfig(
         methods=settings.methods,
         rows_per_batch=rows_per_batch,

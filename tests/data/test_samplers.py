@@ -151,10 +151,10 @@ def test_what_was_cut_again_can_be_saved_and_loaded_again():
 
 def test_what_the_model_told_of_its_classes_is_part_of_the_state():
     whole = sampler("noise_guard")
-    whole.law = replace(whole.law, classes=3)
+    whole.config = replace(whole.config, classes=3)
     resumed = sampler("noise_guard")
     assert resumed.load_state_dict(*passed(whole, 2).state_dict(), done=0) == []
-    assert resumed.law.classes == 3
+    assert resumed.config.classes == 3
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS[:-1], LENGTHS + (numpy.arange(30) == 8)])

@@ -470,7 +470,7 @@ def test_auto_frees_then_holds():
         if step % 10 == 0:
             regularizer.observe_held_out(4.0 if step < 60 else 4.0 + step)
         if regularizer.state.target_s is None:
-            assert shrink_fraction(regularizer.law, regularizer.state, 1e-3) == 0.0
+            assert shrink_fraction(regularizer.config, regularizer.state, 1e-3) == 0.0
         target = target or regularizer.state.target_s
     assert regularizer.state.target_s == target is not None
     assert regularizer.state.lam > 0.0

@@ -150,9 +150,9 @@ def never_cuts(settings: CurriculumSettings, longest: int) -> list[str]:
     ]
 
 
-def never_judges(settings: CurriculumSettings, law: CurriculumConfig, epochs: float) -> list[str]:
+def never_judges(settings: CurriculumSettings, config: CurriculumConfig, epochs: float) -> list[str]:
     """Return a warning if the run is too short for the noise guard to judge any row; nothing otherwise."""
-    needed = observations_needed(law, by_class=(law.classes or 0) > 1)
+    needed = observations_needed(config, by_class=(config.classes or 0) > 1)
     if "noise_guard" not in settings.methods or epochs > needed:
         return []
     return [

@@ -123,7 +123,7 @@ class CurriculumLoop(Loop):
         self._set_number_of_classes()
         require_enough_epochs(self.settings, self.length.epochs, args.max_steps)
         require_whole_steps(
-            self.settings, self.sampler.world * args.gradient_accumulation_steps * self.sampler.law.rows_per_batch
+            self.settings, self.sampler.world * args.gradient_accumulation_steps * self.sampler.config.rows_per_batch
         )
         self.counts, self.totals, self._totals_before = DeliveryCounts(), DeliveryCounts(), DeliveryCounts()
         self.notices, self.newest = [], None
@@ -225,7 +225,7 @@ class CurriculumLoop(Loop):
         window may be loaded already, so they stay the same, however many were loaded."""
         args = self.trainer.args
         per_step = self.sampler.world * args.gradient_accumulation_steps
-        window = math.ceil(self.settings.difficulty_window / (per_step * self.sampler.law.rows_per_batch))
+        window = math.ceil(self.settings.difficulty_window / (per_step * self.sampler.config.rows_per_batch))
         if steps_done % window:
             return
         loaded_ahead = 2 + args.dataloader_num_workers * (args.dataloader_prefetch_factor or 2)  # batches on each rank
@@ -284,7 +284,7 @@ class CurriculumLoop(Loop):
             return None
         wanted = self.settings.length_warmup_steps
         share = min(1.0, wanted if wanted < 1 else wanted / self.length.total_steps)
-        return replace(self.sampler.law, warmup_share=share)
+        return replace(self.sampler.config, warmup_share=share)
 
     # -- losses of rows ------------------------------------------------------------------------------------------------
 
@@ -296,10 +296,10 @@ class CurriculumLoop(Loop):
         if reading is not None and reading.classes is not None and reading.classes > 1:
             self._classes = reading.classes
             self._set_number_of_classes()
-        self._report_notes(never_judges(self.settings, self.sampler.law, self.length.epochs))
+        self._report_notes(never_judges(self.settings, self.sampler.config, self.length.epochs))
 
     def _set_number_of_classes(self) -> None:
-        self.sampler.law = replace(self.sampler.law, classes=self._classes)
+        self.sampler.config = replace(self.sampler.config, classes=self._classes)
 
     def weights_of(self, ids: torch.Tensor, reading: Optional[RowLossReading]) -> Optional[torch.Tensor]:
         """Return the factor of each row's loss; None if all are 1."""

@@ -61,7 +61,7 @@ class Regularizer:
         self.settings, self.steers = settings, settings.steers
         self._prior_class, self._tokens = prior_class, settings.tokens or tokens
         self.set_starting_weights(model)
-        self.law: Optional[control.ControllerConfig] = None
+        self.config: Optional[control.ControllerConfig] = None
         self.reset()
 
     def set_starting_weights(self, model: nn.Module) -> None:
@@ -83,8 +83,8 @@ class Regularizer:
 
         ``logging_steps``: optimizer steps between two measurements if nothing is steered.
         """
-        self.law = resolve(self.settings, max_steps)
-        self.state = control.initial_state(self.law)
+        self.config = resolve(self.settings, max_steps)
+        self.state = control.initial_state(self.config)
         self._steps_per_epoch, self._seed = steps_per_epoch, seed
         self._decision_interval = self.settings.control_frequency if self.steers else max(1, logging_steps)
         if self._loaded is not None:
@@ -100,13 +100,13 @@ class Regularizer:
     def _apply_changed_goals(self, saved: dict[str, Any]) -> None:
         """Apply a target or fixed lambda that was changed for a resume; the checkpoint's state has the old ones."""
         if saved.get("target_s") != self.settings.target_s:
-            self.state = replace(self.state, target_s=self.law.target_s, reached_step=None)
+            self.state = replace(self.state, target_s=self.config.target_s, reached_step=None)
             self.progress.outlook_done, self.progress.milestone = False, None
         if (saved.get("target_s") is None) != (self.settings.target_s is None):
-            at_start = control.initial_state(self.law)  # otherwise the old lambda would act on, or never leave 0
+            at_start = control.initial_state(self.config)  # otherwise the old lambda would act on, or never leave 0
             self.state = replace(self.state, lam=at_start.lam, integral=0.0, saturated="")
-        if self.law.name == "fixed":
-            self.state = replace(self.state, lam=self.law.lambda_init)
+        if self.config.name == "fixed":
+            self.state = replace(self.state, lam=self.config.lambda_init)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -151,7 +151,7 @@ class Regularizer:
     def add_penalty(self, loss_scale: float = 1.0) -> None:
         """Add the gradient of lambda's penalty, before clipping. ``loss_scale``: the factor that a GradScaler applied
         to gradients."""
-        if self.law.actuator == "penalty" and self.state.lam > 0 and self.progress.tokens_n:
+        if self.config.actuator == "penalty" and self.state.lam > 0 and self.progress.tokens_n:
             coefficient = penalty_coefficient(self.state.lam, self.settings.sigma, self.progress.tokens_n)
             self.prior.add_penalty_gradient(coefficient * loss_scale)
             self._check_penalty_acts(loss_scale)
@@ -176,16 +176,16 @@ class Regularizer:
         measurement, and lambda stays 0.
         """
         self._close_window(items)
-        shrink = control.shrink_fraction(self.law, self.state, learning_rate)
+        shrink = control.shrink_fraction(self.config, self.state, learning_rate)
         if shrink > 0:
             self.prior.decay(shrink, seed=(self._seed << 32) + step)
             self.state = control.with_applied_shrink(self.state, shrink)
-        if step % self._decision_interval and step != self.law.max_steps:
+        if step % self._decision_interval and step != self.config.max_steps:
             return None
         measurement = self._measure(step, learning_rate, mean_over_ranks)
         if measurement is None:
             return None
-        self.state = control.decide(self.law, self.state, measurement)
+        self.state = control.decide(self.config, self.state, measurement)
         if measurement.data_bpt <= 0:
             self._add_notice(
                 "S is not measured where the trained loss is not above 0: it was "
@@ -253,7 +253,7 @@ class Regularizer:
         count = self.state.decisions
         # At powers of two: the gain changes when adapters have moved far from their start, and a probe costs a
         # measurement.
-        if self.law.actuator == "decoupled" and count >= PROBE_DECISION and count & (count - 1) == 0:
+        if self.config.actuator == "decoupled" and count >= PROBE_DECISION and count & (count - 1) == 0:
             self._probe_gain()
         if self.settings.law in ("model", "original") and self.state.target_s is not None:
             self._predict_end(measurement)
@@ -274,19 +274,19 @@ class Regularizer:
 
     def _predict_end(self, measurement: control.Measurement) -> None:
         """Add a notice if S will not reach its target by the end of the run."""
-        y, last = self.state.log_ratio, self.law.max_steps
+        y, last = self.state.log_ratio, self.config.max_steps
         if self.progress.outlook_done or y is None:
             return
         if self.state.reached_step is not None:
             self.progress.outlook_done = True
             return
-        if self.state.lam > 0 and self.law.name == "model":
+        if self.state.lam > 0 and self.config.name == "model":
             # Lambda slows S down, so its growth does not show where S would go without lambda.
             if measurement.step >= last and self.state.s_ema < (1 - BAND) * self.state.target_s:
                 self._add_notice(
                     f"SCU slowed S before its target: S is {self.state.s_ema:.3g} after {last} steps, below the target "
                     f"{self.state.target_s:.3g}, because S approaches it over a few times scu_time_constant "
-                    f"({self.law.time_constant:g} steps); lower scu_time_constant, or train longer"
+                    f"({self.config.time_constant:g} steps); lower scu_time_constant, or train longer"
                 )
             return
         if self.progress.milestone is None:
@@ -324,10 +324,10 @@ class Regularizer:
         if self.state.decisions != PROBE_DECISION:
             return
         gradient, distance = self.prior.gradient_norms()
-        ceiling = penalty_coefficient(self.law.lambda_max, self.settings.sigma, self.progress.tokens_n) * loss_scale
+        ceiling = penalty_coefficient(self.config.lambda_max, self.settings.sigma, self.progress.tokens_n) * loss_scale
         if gradient > 0 and ceiling * distance < 1e-4 * gradient:
             self._add_notice(
-                f"SCU cannot act: even at lambda {self.law.lambda_max:g} the penalty's gradient is "
+                f"SCU cannot act: even at lambda {self.config.lambda_max:g} the penalty's gradient is "
                 f"{ceiling * distance / gradient:.2g} of the loss's gradient; raise scu_lambda_max, lower scu_sigma or "
                 "use scu_law: model"
             )
@@ -344,7 +344,7 @@ class Regularizer:
         """Return the controller as used: settings, resolved defaults, N, and the target that was found or given."""
         return {
             "settings": asdict(self.settings),
-            "resolved": asdict(self.law),
+            "resolved": asdict(self.config),
             "sigma": self.settings.sigma,
             "tokens_n": self.progress.tokens_n,
             "target_s": self.state.target_s,
@@ -352,7 +352,7 @@ class Regularizer:
 
     def observe_held_out(self, held_out_bpt: float) -> None:
         if self.settings.target_s == "auto":
-            self.state = control.observe_held_out(self.law, self.state, held_out_bpt)
+            self.state = control.observe_held_out(self.config, self.state, held_out_bpt)
 
     def _row(self, measurement: control.Measurement, shrink: float) -> dict[str, Any]:
         state = self.state

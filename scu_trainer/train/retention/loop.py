@@ -82,7 +82,7 @@ class Retention(Loop):
     ) -> None:
         self.anchor, self.settings, self.base, self.own_rows = anchor, settings, base, own_rows
         self._collate = collate
-        self.law = control.RetentionConfig(settings.retain_budget_bits)
+        self.config = control.RetentionConfig(settings.retain_budget_bits)
 
     @property
     def replays(self) -> bool:
@@ -102,7 +102,7 @@ class Retention(Loop):
 
     def begin(self) -> None:
         args = self.trainer.args
-        self.state = control.initial_state(self.law)
+        self.state = control.initial_state(self.config)
         self.notices: list[str] = []
         self.newest: Optional[dict[str, Any]] = None
         self.judged: Optional[Judged] = None
@@ -242,7 +242,7 @@ class Retention(Loop):
         self._next_step = self._step_of_next_measurement(step)
         was = self.state
         self.state = control.decide(
-            self.law, was, control.ExcessMeasurement(step, excess, error, self._next_step - step)
+            self.config, was, control.ExcessMeasurement(step, excess, error, self._next_step - step)
         )
         self._record_measurement(step, excess, error, was)
         self._report_lost_budget(was, step, flow)
@@ -282,8 +282,8 @@ class Retention(Loop):
             return
         most = f"{self.share:.0%} of each batch replayed" if self.replays else f"lambda {self.lam:.3g}"
         text = (
-            f"the budget of {self.law.budget_bits:g} bits per token on {self.anchor.name} could not be held from step "
-            f"{step} on: {self.state.level_bits:.3f} are lost with {most}. Lower learning_rate, give more of that "
+            f"the budget of {self.config.budget_bits:g} bits per token on {self.anchor.name} could not be held from "
+            f"step {step} on: {self.state.level_bits:.3f} are lost with {most}. Lower learning_rate, give more of that "
             "text, or a larger retain_budget_bits"
         )
         if self.settings.retain_stop:
@@ -313,7 +313,7 @@ class Retention(Loop):
         self.seconds_at_the_ends += time.perf_counter() - started_s
 
     def _noise_notices(self) -> list[str]:
-        error, budget = self.state.error_bits, self.law.budget_bits
+        error, budget = self.state.error_bits, self.config.budget_bits
         if not self.state.measurements or error <= budget / 2:
             return []
         return [
@@ -393,7 +393,7 @@ class Retention(Loop):
         figures = {
             "anchor": self.anchor.name,
             "documents": self.anchor.documents,
-            "budget_bits": self.law.budget_bits,
+            "budget_bits": self.config.budget_bits,
             "actuator": "replay" if self.replays else "lambda",
             "reason": self.anchor.reason,
             "measurements": self.state.measurements,
@@ -401,7 +401,7 @@ class Retention(Loop):
             "steps_between_measurements": self._steps_between,
             "rows_of_a_measurement": self._sample_rows,
             "replayed_rows": self._replayed_rows,
-            "held_while_training": self.state.level_bits <= self.law.budget_bits,
+            "held_while_training": self.state.level_bits <= self.config.budget_bits,
             "is_lost": self.state.is_lost,
             "error_bits": self.state.error_bits,
             "last": self.newest,

@@ -32,7 +32,7 @@ def verdict(loop: Any) -> Judged:
     whole = _measure_loss_increase(loop, "unseen", LEVEL)
     share = _scale_to_budget(loop, judged)
     lost = whole if share == 1.0 else _measure_loss_increase(loop, "unseen", LEVEL)
-    budget = loop.law.budget_bits
+    budget = loop.config.budget_bits
     judged.figures |= {
         "scale": share,
         "lost_bits": asdict(lost),
@@ -57,7 +57,7 @@ def _measure_loss_increase(loop: Any, part: str, confidence: float) -> Bootstrap
 
 def _scale_to_budget(loop: Any, judged: Judged) -> float:
     """Scale the update, and return its share in the model; 1 if all of it fits the budget, or it cannot be scaled."""
-    budget, whole = loop.law.budget_bits, _measure_loss_increase(loop, "measured", SOLVED_AT)
+    budget, whole = loop.config.budget_bits, _measure_loss_increase(loop, "measured", SOLVED_AT)
     tried = judged.figures.setdefault("tried", [])
     tried.append({"share": 1.0, "bits": whole.value, "high": whole.high})
     if whole.high <= budget:

@@ -116,7 +116,7 @@ class MicroBatchSizer:
     def __init__(self, settings: MemorySettings, gauge: Optional[Gauge], device: torch.device) -> None:
         self.settings = settings
         self.gauge = gauge
-        self.law = sizer_config_of(settings)
+        self.config = sizer_config_of(settings)
         self.first_cap_tokens: Optional[int] = None
         self.reset()
         self.on_row: Callable[[dict[str, Any]], None] = lambda row: None
@@ -290,7 +290,7 @@ class MicroBatchSizer:
             longest_row=self._window.longest_row,
             largest_micro_batch_tokens=max((micro_batch.tokens for micro_batch, _ in done), default=1),
         )
-        decision = control.decide(self.law, self.state, seen)
+        decision = control.decide(self.config, self.state, seen)
         if decision.collect and self.step - self._collected_step >= STEPS_BETWEEN_COLLECTIONS:
             self._collected_step = self.step
             free_memory()
@@ -334,7 +334,8 @@ class MicroBatchSizer:
         cost, shape = self.state.cost, (micro_batch.tokens, micro_batch.quadratic)
         if self.state.failed_tokens is not None or cost.predict(*shape) is not None:
             return False
-        return cost.upper_bound_bytes(*shape) * (1 + self.law.margin) <= self._room_bytes(self.state.cap_tokens is None)
+        room_bytes = self._room_bytes(self.state.cap_tokens is None)
+        return cost.upper_bound_bytes(*shape) * (1 + self.config.margin) <= room_bytes
 
     def bounded(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches as ``fit`` will cut them, except for cuts that depend on memory at that time."""
@@ -366,11 +367,11 @@ class MicroBatchSizer:
         ``is_calm``: they may use the headroom."""
         if self.gauge is None or self._before is None:
             return None
-        return control.fitting_tokens(self.law, self.state, self._room_bytes(is_calm), length)
+        return control.fitting_tokens(self.config, self.state, self._room_bytes(is_calm), length)
 
     def _room_bytes(self, is_calm: bool) -> float:
         limit = self._before.limit_bytes
-        keep_free = self.law.gc_threshold_of(limit) if is_calm else self.law.free_bytes_wanted(limit)
+        keep_free = self.config.gc_threshold_of(limit) if is_calm else self.config.free_bytes_wanted(limit)
         return limit - keep_free - self._base.used_bytes - self._growth_bytes
 
     def before(self, micro_batch: MicroBatch) -> None:
@@ -444,7 +445,7 @@ class MicroBatchSizer:
             return [micro_batch]
         floor, used_bytes = min(self._floor, micro_batch.tokens), self._base.used_bytes
         self.state = control.after_oom(
-            self.law, self.state, micro_batch.tokens, floor, reading.limit_bytes, used_bytes, micro_batch.length
+            self.config, self.state, micro_batch.tokens, floor, reading.limit_bytes, used_bytes, micro_batch.length
         )
         smaller = self._window.split(micro_batch, self._cap, settings.max_batch_size, settings.min_batch_size)
         if smaller == [micro_batch]:
