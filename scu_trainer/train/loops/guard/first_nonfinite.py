@@ -177,7 +177,7 @@ def _search_forward(trainer: Trainer, parts: Sequence[RowSubset], num_items: Any
     """Run the parts forward, and return the first module with a non-finite output; None if all are finite."""
     place, rows = None, []
     for part in parts:
-        watch = _Watch(trainer.model, len(part.rows))
+        watch = _OutputWatch(trainer.model, len(part.rows))
         with watch.attached():
             loss = loss_of(trainer, part, num_items)
         if watch.place is None and bool(torch.isfinite(loss).all()):
@@ -193,7 +193,7 @@ def _search_backward(trainer: Trainer, parts: Sequence[RowSubset], num_items: An
     named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
     weights, place, rows = [p for _, p in named], None, []
     for part in parts:
-        watch = _Watch(trainer.model, len(part.rows))
+        watch = _OutputWatch(trainer.model, len(part.rows))
         with torch.enable_grad():
             with watch.attached():
                 loss = loss_of(trainer, part, num_items)
@@ -210,7 +210,7 @@ def _search_backward(trainer: Trainer, parts: Sequence[RowSubset], num_items: An
     return None if place is None else NonFinitePlace(place, _summarize_rows(rows, parts))
 
 
-class _Watch:
+class _OutputWatch:
     """Checks every module's output in one forward. ``place``: the first non-finite one. ``rows``: in which rows."""
 
     def __init__(self, model: nn.Module, count: int) -> None:

@@ -50,7 +50,7 @@ def exchange_in(trainer: Trainer) -> Optional[str]:
 
 def seen_exchange(loss_of: Callable[[Any], Any], batches: Iterable[Any]) -> Optional[str]:
     """Like ``exchange_in``, but watch ``loss_of`` on the first of the ``batches`` that it accepts."""
-    watch = _Watch()
+    watch = _ExchangeWatch()
     for batch in batches:
         try:
             with watch:
@@ -64,7 +64,7 @@ def seen_exchange(loss_of: Callable[[Any], Any], batches: Iterable[Any]) -> Opti
     return _describe("its forward or its loss", watch.names) if watch.names else None
 
 
-class _Watch(TorchDispatchMode):
+class _ExchangeWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()

@@ -119,7 +119,8 @@ class OwnStep:
         if self.deviation is not None or self.exchange is not None:
             yield
             return
-        trainer, watch = self._trainer, _Watch(inputs, num_items, parameters, self._trainer, thorough=not self.is_seen)
+        trainer = self._trainer
+        watch = _StepWatch(inputs, num_items, parameters, trainer, thorough=not self.is_seen)
         self._update_frozen_weights()
         written = WrittenWeights(self._frozen, keeps_values=False)  # this step is real, so nothing is restored
         with (
@@ -140,7 +141,7 @@ class OwnStep:
             self._held_modules = held if self.is_seen else None
 
 
-class _Watch:
+class _StepWatch:
     """Records what happens in one step with ``inputs`` and ``num_items``. ``thorough``: whether to check the values of
     weights and gradients, too, because ``.data`` writes without a trace; this waits for the device."""
 
