@@ -181,7 +181,7 @@ def tried(folder: Path, trials: int) -> list[dict]:
     folder.mkdir(exist_ok=True)
     axes = parse_axes(["learning_rate=1e-4,1e-2", "lora_r=4,8,16"], {"learning_rate", "lora_r"})
     found, values = sweep.Sweep.__new__(sweep.Sweep), []
-    found.plan, found.optuna = sweep.SweepPlan(folder, "", None, (), axes, 0, {}, ""), optuna
+    found.plan = sweep.SweepPlan(folder, "", None, (), axes, 0, {}, "")
     found.options, found.say = type("options", (), {"trials": trials}), lambda line: None
     found._train_base = lambda: None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import shlex
@@ -122,10 +123,6 @@ class Sweep(StopCounter):
     def __init__(
         self, plan: SweepPlan, options: argparse.Namespace, console: Console, backend: comparison.ComparisonBackend
     ) -> None:
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.optuna = optuna
         self.plan, self.options, self.console, self.backend = plan, options, console, backend
         base_plan = ComparisonPlan(
             plan.folder, plan.command, plan.config, (), (plan.seed,), 1, {"job": dict(plan.settings)}, {}
@@ -228,17 +225,24 @@ class Sweep(StopCounter):
 
     # -- trials --------------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _optuna(self) -> Any:
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        return optuna
+
     def _study(self) -> optuna.Study:
         for stale in self.plan.folder.glob(f"{JOURNAL}.lock*"):  # left by a killed start; we hold the folder's lock
             stale.unlink()
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        return self.optuna.create_study(
+        return self._optuna.create_study(
             storage=JournalStorage(JournalFileBackend(str(self.plan.folder / JOURNAL))),
             study_name="sweep",
             load_if_exists=True,
-            pruner=self.optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
+            pruner=self._optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
         )
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
@@ -246,18 +250,18 @@ class Sweep(StopCounter):
         continues as it would have without the interruption. If all axes list their values, no combination is tried
         twice; Optuna's GridSampler cannot be used trial by trial."""
         combinations = self.plan.combinations
-        sampler = self.optuna.samplers.TPESampler(seed=1000 * self.plan.seed + number)
+        sampler = self._optuna.samplers.TPESampler(seed=1000 * self.plan.seed + number)
         if not combinations:
             return sampler
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
-            return self.optuna.samplers.PartialFixedSampler(combinations[number % len(combinations)], sampler)
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            return self._optuna.samplers.PartialFixedSampler(combinations[number % len(combinations)], sampler)
 
     def _resume_begun_trials(self, study: optuna.Study) -> None:
-        for trial in study.get_trials(states=(self.optuna.trial.TrialState.RUNNING,)):
+        for trial in study.get_trials(states=(self._optuna.trial.TrialState.RUNNING,)):
             self.say(f"trial {trial.number} resumes: an earlier start ended before it was done")
             study.sampler = self._sampler(trial.number)
-            self._run_trial(study, self.optuna.trial.Trial(study, trial._trial_id))
+            self._run_trial(study, self._optuna.trial.Trial(study, trial._trial_id))
 
     def _run_trial(self, study: optuna.Study, trial: optuna.Trial) -> None:
         values = {axis.name: axis.suggest(trial) for axis in self.plan.axes}
@@ -274,10 +278,10 @@ class Sweep(StopCounter):
             study.tell(trial, self._held_out_bits(name))
             self.say(f"trial {trial.number}: {described}: held-out bits {self._held_out_bits(name):.4f}")
         elif code == Stopped.exit_code:
-            study.tell(trial, state=self.optuna.trial.TrialState.PRUNED)
+            study.tell(trial, state=self._optuna.trial.TrialState.PRUNED)
             self.say(f"trial {trial.number}: {described}: ended early, worse than half of the others were at that step")
         else:
-            study.tell(trial, state=self.optuna.trial.TrialState.FAIL)
+            study.tell(trial, state=self._optuna.trial.TrialState.FAIL)
             self.say(f"trial {trial.number}: {described}: failed: {problem}")
 
     def _is_hopeless(self, trial: optuna.Trial, name: str) -> bool:
@@ -292,7 +296,7 @@ class Sweep(StopCounter):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _end(self, study: optuna.Study) -> None:
-        done = study.get_trials(states=(self.optuna.trial.TrialState.COMPLETE,))
+        done = study.get_trials(states=(self._optuna.trial.TrialState.COMPLETE,))
         rows = [self._row(trial) for trial in study.trials]
         write_json(self.plan.folder / TABLE, rows)
         self.console.print(table_of(rows, self._held_out_bits("base"), [axis.name for axis in self.plan.axes]))
