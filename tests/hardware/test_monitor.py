@@ -20,6 +20,7 @@ from scu_trainer.errors import SettingsError, StorageError, UserError
 from scu_trainer.hardware import probe
 from scu_trainer.hardware.watching import monitor as subject
 from scu_trainer.hardware.watching.monitor import (
+    CsvLog,
     MemoryLevel,
     MonitorReading,
     RunReading,
@@ -28,7 +29,6 @@ from scu_trainer.hardware.watching.monitor import (
     read_run,
     readings,
 )
-from scu_trainer.hardware.watching.readings_csv import CsvLog
 
 GIB = 2**30
 RUN = RunReading(2, 3 * GIB, 2 * GIB, None, "running", 7, 100, 4, 512, 20 * GIB)

@@ -21,8 +21,7 @@ from scu_trainer.errors import RequirementError, SettingsError
 from scu_trainer.figures import count_text
 from scu_trainer.hardware.probe import Accelerator, accelerators, installed_version
 from scu_trainer.hardware.profile import HardwareProfile, profile
-from scu_trainer.hardware.watching.monitor import MonitorReading, RunReading, device_name, find_target, readings
-from scu_trainer.hardware.watching.readings_csv import CsvLog
+from scu_trainer.hardware.watching.monitor import CsvLog, MonitorReading, RunReading, device_name, find_target, readings
 from scu_trainer.run_files import format_gib
 from scu_trainer.shipped import recipe
 
