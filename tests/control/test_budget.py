@@ -6,7 +6,7 @@ import numpy
 import pytest
 from scipy.stats import norm
 
-from scu_trainer.control.budget import HALVINGS, SOLVED_AT, largest_share
+from scu_trainer.control.retention import HALVINGS, SOLVED_AT, largest_share
 
 
 @pytest.mark.parametrize("edge", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999])

@@ -15,7 +15,7 @@ import torch
 from accelerate import cpu_offload
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from scu_trainer.control.budget import SOLVED_AT
+from scu_trainer.control.retention import SOLVED_AT
 from scu_trainer.data import Collator, default_cache_dir, embedded_tokenizer
 from scu_trainer.data.text.anchor import Anchor, round_robin_rows, split_documents
 from scu_trainer.errors import CheckpointError, ControlError, DataError

@@ -13,7 +13,7 @@ from scu_trainer.cli.main import guarded, stdout_to_stderr
 from scu_trainer.cli.origin import base_subject
 from scu_trainer.cli.parsing import Parser, add_consent
 from scu_trainer.cli.subjects import Subject, subject_of
-from scu_trainer.control.budget import SOLVED_AT, largest_share
+from scu_trainer.control.retention import SOLVED_AT, largest_share
 from scu_trainer.errors import DataError, ModelError, SettingsError
 from scu_trainer.figures import count_text
 from scu_trainer.models.loading.load import load_for_evaluation

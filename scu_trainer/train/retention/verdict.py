@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Optional
 
-from scu_trainer.control.budget import SOLVED_AT, largest_share
+from scu_trainer.control.retention import SOLVED_AT, largest_share
 from scu_trainer.errors import ModelError, OutOfMemory
 from scu_trainer.models.scaling import ScaledUpdate
 from scu_trainer.settings.mixture import short_name
