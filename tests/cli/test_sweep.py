@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from scu_trainer.cli.comparison import sweep
+from scu_trainer.cli.comparison.sweep_plan import Axis, parse_axes
 from scu_trainer.cli.main import main as cli
 from scu_trainer.errors import SettingsError, Stopped
 from scu_trainer.runs.process import System
 from scu_trainer.runs.queue import DeviceQueue
 from scu_trainer.runs.studies.comparison import ComparisonBackend
-from scu_trainer.runs.studies.search import Axis, parse_axes
 from tests.cli.test_seeds import job, kill_while_it_trains, start_again  # noqa: F401 - a fixture
 
 KNOWN = {"learning_rate", "lora_r", "weight_decay", "optim", "seed", "data_seed"}

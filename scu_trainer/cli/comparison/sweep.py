@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, with_threads_and_devices
 from scu_trainer.cli.comparison.runs import ComparisonSession
-from scu_trainer.cli.comparison.sweep_plan import SweepPlan, short_value, table_of
+from scu_trainer.cli.comparison.sweep_plan import FORM, SweepPlan, parse_axes, short_value, table_of
 from scu_trainer.cli.configuration import check_early, check_values_early
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
@@ -39,7 +39,6 @@ from scu_trainer.runs.studies.comparison_plan import (
     holds_nothing_out,
 )
 from scu_trainer.runs.studies.comparison_state import failure_reason, is_finished
-from scu_trainer.runs.studies.search import FORM, parse_axes
 from scu_trainer.shipped import recipe
 from scu_trainer.stop_signals import StopCounter, stop_signals_to
 
