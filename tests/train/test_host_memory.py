@@ -8,7 +8,7 @@ import pytest
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import MemorySettings
-from scu_trainer.train.step.recovery.host import LOOKS_EVERY_STEPS, HostMemory
+from scu_trainer.train.loops.memory import LOOKS_EVERY_STEPS, HostMemory
 from tests.faults import FakeGauge
 from tests.tiny import llama, trained
 
