@@ -19,7 +19,6 @@ from scu_trainer.board.access import AccessGuard
 from scu_trainer.board.acts import RunActions
 from scu_trainer.board.app import Board
 from scu_trainer.cli.looking import board as command
-from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.runs.control import RunBackend
 from tests.report.made_runs import drawn_once
 
@@ -68,7 +67,7 @@ def site(root, tmp_path) -> Site:
     (tmp_path / "recipe.yaml").write_text("output_dir: runs/short\n")
     hands = RunBackend()
     acts = RunActions([tmp_path / "recipe.yaml"], command._start_function(root, hands), hands)
-    return Site(Board(root, acts, stream_answer))
+    return Site(Board(root, acts, command.stream_answer))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from scu_trainer.cli.talking import streaming
+from scu_trainer.cli.looking import board
 from scu_trainer.errors import ModelError
 from scu_trainer.run_files import read_json, write_json
 from tests import tiny
@@ -29,33 +29,33 @@ TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one.content }}{% endfor %
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_an_answer_comes_in_pieces(model, monkeypatch, template):
     """What the model says to the same tokens at once; of a chat template the special tokens stand there once."""
-    monkeypatch.setattr(streaming, "MAX_NEW_TOKENS", 8)
-    talker = streaming._loaded(str(model))
+    monkeypatch.setattr(board, "MAX_NEW_TOKENS", 8)
+    talker = board._loaded(str(model))
     loaded, tokenizer = talker.model, talker.tokenizer
     tokenizer.chat_template = template
     prompt = tokenizer(ASKED[0]["content"], return_tensors="pt")["input_ids"]
     if template:
         prompt = torch.cat([prompt, torch.tensor([[tokenizer.eos_token_id]])], 1)
     whole = loaded.generate(prompt, do_sample=False, max_new_tokens=8)[0, prompt.shape[1] :]
-    said = "".join(streaming.stream_answer(str(model), ASKED))
+    said = "".join(board.stream_answer(str(model), ASKED))
     assert said == tokenizer.decode(whole, skip_special_tokens=True) != ""
 
 
 def test_what_goes_wrong_inside_the_model_is_an_error_and_no_silence(model, monkeypatch):
-    monkeypatch.setattr(streaming._loaded(str(model)).model, "generate", lambda **_: 1 / 0)
+    monkeypatch.setattr(board._loaded(str(model)).model, "generate", lambda **_: 1 / 0)
     with pytest.raises(ModelError, match="division by zero"):
-        list(streaming.stream_answer(str(model), ASKED))
+        list(board.stream_answer(str(model), ASKED))
 
 
 def test_a_run_that_was_trained_again_answers_with_its_new_weights(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(streaming, "MAX_NEW_TOKENS", 8)
+    monkeypatch.setattr(board, "MAX_NEW_TOKENS", 8)
     run = make_run(tmp_path / "run")
     answers = []
     for seed in (0, 1):
         (run / "model.safetensors").unlink(missing_ok=True)  # a training writes another file
         shutil.copytree(tiny.saved_llama(tmp_path / f"model-{seed}", seed=seed), run, dirs_exist_ok=True)
         write_json(run / "run.json", read_json(run / "run.json"))
-        answers.append("".join(streaming.stream_answer(str(run), ASKED)))
+        answers.append("".join(board.stream_answer(str(run), ASKED)))
     assert answers[0] != answers[1]
 
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 
 from scu_trainer.cli import train
 from scu_trainer.cli.evaluation import eval as evaluation
+from scu_trainer.cli.looking.board import stream_answer
 from scu_trainer.cli.main import main
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.subjects import Subject
-from scu_trainer.cli.talking.streaming import stream_answer
 from scu_trainer.errors import CheckpointError, ModelError
 from scu_trainer.models.loading import safety as loading_safety
 from scu_trainer.models.loading.load import load_for_evaluation, load_model, load_tokenizer, prepare_for_tuning

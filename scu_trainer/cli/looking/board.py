@@ -6,14 +6,17 @@ import argparse
 import functools
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer import shipped
 from scu_trainer.cli.main import guarded
 from scu_trainer.cli.parsing import Parser, add_consent
-from scu_trainer.cli.talking.streaming import stream_answer
+from scu_trainer.cli.subjects import subject_of
+from scu_trainer.cli.talking.options import talker
 from scu_trainer.errors import SettingsError, require_packages
 from scu_trainer.listening import (
     HOST,
@@ -25,15 +28,21 @@ from scu_trainer.listening import (
     url_host,
 )
 from scu_trainer.models.loading.names import nearest_folder_hint
+from scu_trainer.report.files import STATUS_FILE
 from scu_trainer.runs.control import RunBackend
 from scu_trainer.runs.store import ROOT
 from scu_trainer.secrets import remember
+
+if TYPE_CHECKING:
+    from scu_trainer.talk.model import Talker
 
 DESCRIPTION = """\
 Shows the runs of this machine in a browser: list and queue, live curves, memory, notices, the data. Starts, stops and
 resumes runs, and lets you chat with two models side by side. Contacts nothing outside this machine."""
 
 PORT = 7860
+MAX_NEW_TOKENS = 256
+_loading = threading.Lock()
 
 Serve = Callable[[Any, socket.socket], None]
 
@@ -111,3 +120,34 @@ def _start_function(root: Path, backend: RunBackend) -> Callable[[Path, str, str
         return start_runs(options, flags, backend)[0][0]
 
     return start
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def stream_answer(name: str, messages: Sequence[Mapping[str, str]], **consent: bool) -> Iterator[str]:
+    """Yield an answer in pieces of text. ``name``: as for ``scu-trainer chat``. ``messages``: role and content, the
+    newest last. ``consent``: trust_remote_code, allow_pickle. Raises UserError if the model cannot be loaded or run.
+    Closing the iterator ends the generation."""
+    from scu_trainer.talk.answers import AnswerSettings, fit_to_positions, stream
+
+    with _loading:
+        model = _loaded(name, **consent)
+    settings = AnswerSettings(max_new_tokens=MAX_NEW_TOKENS)
+    token_ids, dropped, settings = fit_to_positions(model, [dict(message) for message in messages], settings)
+    if dropped:
+        yield f"[the oldest {dropped} messages no longer fit and are left out]\n"
+    yield from stream(model, token_ids, settings)
+
+
+def _loaded(name: str, **consent: bool) -> Talker:
+    status = Path(name) / STATUS_FILE
+    return _cached_talker(name, status.stat().st_mtime_ns if status.is_file() else None, **consent)
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_talker(name: str, changed_ns: Optional[int], **consent: bool) -> Talker:
+    """Return a loaded model; the last two stay loaded. It is loaded again if its run has changed, because a run that
+    continues or starts over in the same folder is another model."""
+    resolved = subject_of(name)
+    return talker(replace(resolved, name=Path(name).name, model=replace(resolved.model, **consent)))
