@@ -1,1 +1,1 @@
-"""Serve a trained model with OpenAI's HTTP API: checks in front of the server of transformers, or a vLLM command."""
+"""Serve a trained model with OpenAI's HTTP API: checks in front of the server of transformers."""

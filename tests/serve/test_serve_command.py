@@ -14,7 +14,7 @@ import torch
 from scu_trainer.cli.main import main
 from scu_trainer.cli.subjects import subject_of
 from scu_trainer.cli.talking import serve
-from scu_trainer.serve import vllm
+from scu_trainer.cli.talking.serve import VLLM_KEY_VARIABLE, vllm_command
 from tests import tiny
 from tests.hub.runs import train
 
@@ -117,7 +117,7 @@ ANSWERS = {"max_new_tokens": 512, "do_sample": None, "temperature": None, "top_p
 
 
 def test_the_command_of_vllm():
-    words = vllm.command("runs/x-merged", "x", "127.0.0.1", 8000, "bfloat16", ANSWERS, False, False)
+    words = vllm_command("runs/x-merged", "x", "127.0.0.1", 8000, "bfloat16", ANSWERS, False, False)
     assert words == [
         *("vllm", "serve", "runs/x-merged", "--served-model-name", "x", "--host", "127.0.0.1", "--port", "8000"),
         *("--dtype", "bfloat16", "--seed", "3", "--allowed-origins", "[]", "--override-generation-config", "{}"),
@@ -127,10 +127,10 @@ def test_the_command_of_vllm():
 
 def test_what_was_asked_for_goes_to_vllm():
     drawn = {**ANSWERS, "temperature": 0.7, "top_k": 20}
-    words = vllm.command("m", "x", "::1", 1, "auto", drawn, True, True)
+    words = vllm_command("m", "x", "::1", 1, "auto", drawn, True, True)
     assert json.loads(words[words.index("--override-generation-config") + 1]) == {"temperature": 0.7, "top_k": 20}
     assert "--trust-remote-code" in words and "--load-format" not in words
-    greedy = vllm.command("m", "x", "::1", 1, "auto", {**ANSWERS, "do_sample": False}, False, False)
+    greedy = vllm_command("m", "x", "::1", 1, "auto", {**ANSWERS, "do_sample": False}, False, False)
     assert json.loads(greedy[greedy.index("--override-generation-config") + 1]) == {"temperature": 0.0}
 
 
@@ -149,9 +149,9 @@ def started(monkeypatch):
     """vLLM as if it were here: the commands that would start it, with the key that they would have."""
     with_vllm(monkeypatch)
     monkeypatch.setenv(serve.KEY_VARIABLE, KEY)
-    monkeypatch.setenv(vllm.KEY_VARIABLE, "")
+    monkeypatch.setenv(VLLM_KEY_VARIABLE, "")
     commands = []
-    monkeypatch.setattr(os, "execvp", lambda file, words: commands.append((words, os.environ[vllm.KEY_VARIABLE])))
+    monkeypatch.setattr(os, "execvp", lambda file, words: commands.append((words, os.environ[VLLM_KEY_VARIABLE])))
     return commands
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from scu_trainer.cli.main import guarded, stdout_to_stderr
 from scu_trainer.cli.origin import is_merged_from
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 PORT, MAX_NEW_TOKENS = 8000, 512
 KEY_VARIABLE, LEAST_KEY_LENGTH = "SCU_TRAINER_API_KEY", 16
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"
 ENGINES = ("auto", "transformers", "vllm")
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 NEW_KEY = "openssl rand -hex 24"
@@ -195,13 +198,39 @@ def _model_for_vllm(subject: Subject, options: argparse.Namespace) -> str:
 
 
 def _serve_with_vllm(subject: Subject, name: str, options: argparse.Namespace, key: str) -> int:
-    from scu_trainer.serve import vllm
-
     model, answers = _model_for_vllm(subject, options), asdict(answer_settings(options))
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(subject.mixed_precision or "", subject.model.dtype or "auto")
-    words = vllm.command(
+    words = vllm_command(
         model, name, options.host, options.port, dtype, answers, options.trust_remote_code, options.allow_pickle
     )
     print(f"{name}: {_address(options)} (vLLM); {_access_note(key)}", flush=True)
-    os.environ[vllm.KEY_VARIABLE] = key
+    os.environ[VLLM_KEY_VARIABLE] = key
     os.execvp(words[0], words)
+
+
+def vllm_command(
+    model: str,
+    name: str,
+    host: str,
+    port: int,
+    dtype: str,
+    answers: Mapping[str, Any],
+    trust_remote_code: bool,
+    allow_pickle: bool,
+) -> list[str]:
+    """Return the command that serves a model with vLLM. ``answers``: the fields of AnswerSettings; None: as in the
+    model's generation config. The key is not among the arguments, which other users can see; it is passed in the
+    environment variable VLLM_KEY_VARIABLE."""
+    words = ["vllm", "serve", model, "--served-model-name", name, "--host", host, "--port", str(port)]
+    words += ["--dtype", dtype, "--seed", str(answers["seed"]), "--allowed-origins", "[]"]
+    words += ["--override-generation-config", json.dumps(_override(answers))]
+    if not allow_pickle:
+        words += ["--load-format", "safetensors"]
+    return [*words, "--trust-remote-code"] if trust_remote_code else words
+
+
+def _override(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return changes to the generation config, without max_new_tokens, to which vLLM would limit every request."""
+    names = ("temperature", "top_p", "top_k", "repetition_penalty")
+    override = {name: answers[name] for name in names if answers[name] is not None}
+    return {**override, "temperature": 0.0} if answers["do_sample"] is False else override
