@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any, Optional
 
 from scu_trainer.errors import StorageError
+from scu_trainer.json_types import first_misfit
 from scu_trainer.report.comparison import statistics
 from scu_trainer.run_files import read_json, read_object, read_rows
 
@@ -46,16 +47,12 @@ def find_wrong_type(value: Any, shape: Any = SHAPE, name: str = COMPARISON_FILE)
     if not isinstance(value, type(shape) if isinstance(shape, (dict, list)) else shape):
         return f"{name} is {value!r:.60}"
     if isinstance(shape, list):
-        return next(
-            filter(None, (find_wrong_type(item, shape[0], f"{name}[{i}]") for i, item in enumerate(value))), None
-        )
+        return first_misfit(find_wrong_type(item, shape[0], f"{name}[{i}]") for i, item in enumerate(value))
     if not isinstance(shape, dict):
         return None
     inside = {key: key if shape is SHAPE else f"{name}.{key}" for key in shape}
     missing = next((f"{inside[key]} is missing" for key in shape if key not in {*value, *ADDED}), None)
-    return missing or next(
-        filter(None, (find_wrong_type(value.get(key), shape[key], inside[key]) for key in shape)), None
-    )
+    return missing or first_misfit(find_wrong_type(value.get(key), shape[key], inside[key]) for key in shape)
 
 
 def is_comparison(folder: Path) -> bool:
