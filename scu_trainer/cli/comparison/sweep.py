@@ -178,14 +178,16 @@ class Sweep(StopCounter):
         return self.plan.folder / "runs" / name
 
     def _train_base(self) -> None:
-        is_done = is_finished(self.folder_of("base"))
-        problem = self._problem("base", comparison.TRAINED if is_done else self._run_watched("base", {}, lambda: False))
+        problem = self._problem("base", self._run_watched("base", {}, lambda: False))
         if problem is not None:
             raise SettingsError(f"the job as it is gives nothing to compare trials with: {problem}")
         self.say(f"the job as it is: held-out bits {self._held_out_bits('base'):.4f}")
 
     def _run_watched(self, name: str, values: Mapping[str, Any], is_hopeless: Any) -> int:
-        """Run a training and return its exit code; end it early once ``is_hopeless()``. Raises Stopped on request."""
+        """Run a training, unless it is finished, and return its exit code; end it early once ``is_hopeless()``. Raises
+        Stopped on request."""
+        if is_finished(self.folder_of(name)):
+            return comparison.TRAINED
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
         overrides = [f"--{key}={value}" for key, value in values.items()]
@@ -264,14 +266,9 @@ class Sweep(StopCounter):
 
     def _run_trial(self, study: optuna.Study, trial: optuna.Trial) -> None:
         values = {axis.name: axis.suggest(trial) for axis in self.plan.axes}
-        name, described = (
-            f"trial-{trial.number}",
-            ", ".join(f"{key} {short_value(value)}" for key, value in values.items()),
-        )
-        if not is_finished(self.folder_of(name)):
-            code = self._run_watched(name, values, lambda: self._is_hopeless(trial, name))
-        else:
-            code = comparison.TRAINED
+        described = ", ".join(f"{key} {short_value(value)}" for key, value in values.items())
+        name = f"trial-{trial.number}"
+        code = self._run_watched(name, values, lambda: self._is_hopeless(trial, name))
         problem = self._problem(name, code)
         if problem is None:
             study.tell(trial, self._held_out_bits(name))
