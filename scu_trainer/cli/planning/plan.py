@@ -20,7 +20,6 @@ from scu_trainer.cli.names.translation import as_flags, without
 from scu_trainer.cli.parsing import Parser
 from scu_trainer.cli.planning import screen as plan_screen
 from scu_trainer.cli.planning.accuracy import accuracy
-from scu_trainer.cli.planning.written import check_output_path, write
 from scu_trainer.errors import DataError, ModelError, SettingsError, UserError
 from scu_trainer.hardware.estimate import MARGIN, OVERHEAD
 from scu_trainer.hardware.heap import keep_freed
@@ -94,7 +93,7 @@ def main(argv: list[str]) -> int:
     if options.here and (options.gpu or options.ram):
         raise SettingsError("--here means this machine, but --gpu or --ram describes another one; keep one of them")
     if options.output is not None:
-        check_output_path(options.output)
+        plan_screen.check_output_path(options.output)
     with without_collector(freeze=True), run_log():
         return _plan(options, flags)
 
@@ -138,7 +137,7 @@ def _plan(options: argparse.Namespace, flags: list[str]) -> int:
 
 def _write_configuration(options: argparse.Namespace, flags: list[str], report: dict[str, Any], job: Job) -> None:
     precision = job.model.mixed_precision, job.notes[0].removeprefix("precision: ")
-    write(options.output, typed_entries(options.config, flags), report, precision)
+    plan_screen.write(options.output, typed_entries(options.config, flags), report, precision)
     print(f"\nwritten: {options.output}", file=sys.stderr if options.json else sys.stdout)
 
 

@@ -1,14 +1,18 @@
-"""Output of a plan: as JSON, and as text of 80 columns."""
+"""Output of a plan: as JSON, as text of 80 columns, and as a configuration file."""
 
 from __future__ import annotations
 
 import io
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scu_trainer.cli.main import figures_table, plain_console
 from scu_trainer.cli.names.translation import without
+from scu_trainer.cli.names.written import yaml_entry
+from scu_trainer.cli.parsing import require_new_file
+from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.hardware.recommend import CHANGES
 from scu_trainer.run_files import format_bytes
 from scu_trainer.settings.base import as_typed
@@ -29,6 +33,21 @@ PART_NAMES = {
     "overhead": "lost to the allocator",
     "libraries": "libraries",
 }
+
+REASONS = {
+    "tuning": "only adapters have gradients and optimizer states",
+    "load_in_8bit": "frozen weights in 8 bits",
+    "dtype": "frozen weights in half precision take half the memory",
+    "mixed_precision": "the device computes in half precision, and activations take half the memory",
+    "checkpoint_every_layer": "activations are computed again instead of kept",
+    "optim": "its states take about a byte per weight",
+    "block_size": "shorter rows take less memory, and have less context",
+    "deepspeed": "the optimizer's states are kept in main memory",
+    "token_cap": "rows go through the model in parts of at most this many tokens",
+    "memory_limit_gb": "what --limit allows; on a CPU plus what the process holds without a model",
+    "dataloader_num_workers": "rows are prepared for each batch while the GPU trains",
+}
+"""Why a setting is recommended, for the comment next to it."""
 
 
 def as_dict(planned: Planned, asked: Planned, device: str) -> dict[str, Any]:
@@ -138,3 +157,38 @@ def _micro_batch_note(report: dict[str, Any]) -> list[str]:
     if best["rows_per_chunk"] >= report["predicted"]["rows_per_chunk"]:
         return []
     return [f"Memory control makes micro-batches of about {in_words(best)}; the optimizer sees the same rows per step."]
+
+
+# -- as a configuration file -------------------------------------------------------------------------------------------
+
+
+def check_output_path(path: Path) -> None:
+    """Raise SettingsError if ``path`` exists, has no folder, or is not named like YAML."""
+    require_new_file(path, "--output")
+    if path.suffix not in (".yaml", ".yml"):
+        raise SettingsError(f"--output {path}: a configuration with comments is YAML; give a name that ends in .yaml")
+
+
+def write(path: Path, entries: Mapping[str, Any], report: Mapping[str, Any], precision: tuple[str, str]) -> None:
+    """Write a configuration file for ``--config``, with a reason next to each value. ``entries``: what was typed for
+    the job, by name. ``report``: the report of the plan, with settings that fit. ``precision``: (mixed_precision that
+    the job gets on this machine, reason)."""
+    asked, changed = report["predicted"], report["recommended"]
+    best = next(choice for choice in report["choices"] if choice["fits"])
+    head = [
+        f"For {report['machine']}; it may use {format_bytes(report['limit_bytes'])} of memory.",
+        f"Read it with: {shlex.join(['scu-trainer', 'train', '--config', str(path)])}",
+        f"As asked it would take {format_bytes(asked['peak_bytes'])} in micro-batches of {in_words(asked)}.",
+    ]
+    if best["peak_bytes"] != asked["peak_bytes"]:
+        head.append(f"So it takes {format_bytes(best['peak_bytes'])} in micro-batches of {in_words(best)}.")
+    kept = {name: value for name, value in entries.items() if name not in changed}
+    lines = [f"# {line}" for line in head]
+    lines += [yaml_entry(name, value, "as asked") for name, value in kept.items()]
+    lines += [yaml_entry(name, value, REASONS.get(name, "fits")) for name, value in changed.items()]
+    if not {"mixed_precision", "bf16", "fp16"} & {*kept, *changed}:
+        lines.append(yaml_entry("mixed_precision", *precision))
+    try:
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}; give another --output") from error
