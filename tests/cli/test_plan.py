@@ -16,8 +16,8 @@ from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.planning import plan
 from scu_trainer.cli.planning.screen import without
 from scu_trainer.hardware.estimate import OVERHEAD
+from scu_trainer.hardware.presets import named
 from scu_trainer.hardware.recommend import CHANGES, AvailableChanges, SettingChoice, choices
-from scu_trainer.hardware.target import named
 from tests import tiny
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}

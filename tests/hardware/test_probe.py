@@ -11,8 +11,8 @@ import psutil
 import pytest
 import torch
 
+from scu_trainer.hardware import presets
 from scu_trainer.hardware import probe as probe_module
-from scu_trainer.hardware import target
 from scu_trainer.hardware.precision import DeviceFacts
 from scu_trainer.hardware.probe import accelerators, installed_version, probe, usable_cores
 
@@ -86,8 +86,8 @@ def test_looking_at_a_card_takes_none_of_its_memory(monkeypatch):
 def test_a_plan_for_this_card_has_what_was_free_before_cuda_took_its_part(monkeypatch):
     """Which an estimate counts among the libraries."""
     with_cards(monkeypatch, 1, "GPU-u0, 7\n")
-    monkeypatch.setattr(target, "device_facts", lambda use_cpu: DeviceFacts("cuda"))
-    assert target.here(use_cpu=False).limit_bytes == 7 * 2**20
+    monkeypatch.setattr(presets, "device_facts", lambda use_cpu: DeviceFacts("cuda"))
+    assert presets.here(use_cpu=False).limit_bytes == 7 * 2**20
 
 
 def test_without_torch_there_is_no_accelerator(monkeypatch):

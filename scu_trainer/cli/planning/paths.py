@@ -16,8 +16,8 @@ from scu_trainer.cli.configuration import read_job
 from scu_trainer.cli.names.translation import as_flags, without
 from scu_trainer.cli.planning.plan import is_accepted, limited_target, means, planned_choice, source_of
 from scu_trainer.errors import OutOfMemory, RequirementError
+from scu_trainer.hardware.presets import here
 from scu_trainer.hardware.recommend import ROUNDING, choices
-from scu_trainer.hardware.target import here
 from scu_trainer.run_files import format_bytes, read_object
 from scu_trainer.settings.base import as_typed
 from scu_trainer.train.run_directory.resume import latest_run

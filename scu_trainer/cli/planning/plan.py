@@ -25,9 +25,8 @@ from scu_trainer.hardware.estimate import MARGIN, OVERHEAD
 from scu_trainer.hardware.heap import keep_freed
 from scu_trainer.hardware.optimizer_bytes import uncounted_state
 from scu_trainer.hardware.precision import DeviceFacts
-from scu_trainer.hardware.presets import parse_bytes
+from scu_trainer.hardware.presets import PlanTarget, here, named, parse_bytes
 from scu_trainer.hardware.recommend import AvailableChanges, SettingChoice, choices
-from scu_trainer.hardware.target import PlanTarget, here, named
 from scu_trainer.imports import without_collector
 from scu_trainer.models.loading.names import base_of, with_adapter_as_model
 from scu_trainer.run_files import format_bytes
