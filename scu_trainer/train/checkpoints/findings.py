@@ -24,7 +24,7 @@ from typing import Any, Optional, Union
 from transformers import TrainerState
 
 from scu_trainer.errors import CheckpointError
-from scu_trainer.json_types import misfit
+from scu_trainer.json_types import first_misfit, misfit
 from scu_trainer.models.loading.names import is_safetensors
 from scu_trainer.run_files import read_object_or_none
 from scu_trainer.train.checkpoints.format import MANIFEST, Difference, differences, step_of
@@ -148,10 +148,8 @@ def _damage_of_state(content: Optional[dict[str, Any]]) -> Optional[str]:
     if "global_step" not in content:
         return f"{STATE} has no global_step"
     known = {name: hint for name, hint in NEEDED_OF_STATE.items() if name in content}
-    wrong = next((text for name, hint in known.items() if (text := misfit(content[name], hint, name))), None)
-    unknown = next((name for name in content if name not in FIELDS_OF_STATE), None)
-    if wrong is None and unknown is not None:
-        wrong = f"{unknown} is not known"
+    unknown = [f"{name} is not known" for name in content if name not in FIELDS_OF_STATE]
+    wrong = first_misfit([*(misfit(content[name], hint, name) for name, hint in known.items()), *unknown])
     return None if wrong is None else f"{STATE} is not what the Trainer writes: {wrong}"
 
 
