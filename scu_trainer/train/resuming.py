@@ -35,6 +35,8 @@ LOOPS_BY_STATE_FILE = {
 }
 """File of a checkpoint -> (name of the loop that wrote it, what to pass so that a trainer has that loop)."""
 
+LOOP_KEEPS_ORDER = "Turn on any loop, for example safety=SafetySettings(), to keep the order"
+
 
 def check_resume(checkpoint: Path, trainer: Any) -> None:
     """Raise CheckpointError if ``trainer``, an ``SCUTrainer``, cannot read ``checkpoint`` or has another adapter."""
@@ -110,11 +112,37 @@ def warn_about_no_step(trainer: Any) -> None:
     logger.warning("no step is trained: the run resumes from step %d, %s", state.global_step, why)
 
 
-def warn_about_loader(loader: Any, skips: bool, is_stock: bool) -> None:
-    """Warn about what a resumed run does not get from ``loader`` as before. ``skips``: it resumes within an epoch.
-    ``is_stock``: every loop is off, so no row is read that the stock Trainer would not read."""
+def advance_order(loader: Any, passes: int) -> None:
+    """Let the sampler of ``loader``, if it draws from its own generator, draw what it did in ``passes`` passes."""
+    sampler = _sampler_with_generator(loader)
+    if sampler is not None:
+        for _ in range(passes):
+            for _ in sampler:
+                pass
+
+
+def _sampler_with_generator(loader: Any) -> Any:
+    """Return the sampler of ``loader`` if its order depends on how often it was iterated: it draws from a generator of
+    its own, as TRL's RepeatSampler does, and no epoch seeds that generator. None otherwise."""
+    batches = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):  # of a rank, or without the batches already trained on
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    has_own = isinstance(getattr(sampler, "generator", None), torch.Generator) and not hasattr(sampler, "set_epoch")
+    # With several processes accelerate gives a RandomSampler a generator with a seed that nobody knows.
+    is_given = isinstance(sampler, torch.utils.data.RandomSampler) and loader.synchronized_generator is not None
+    return sampler if has_own and not is_given else None
+
+
+def warn_about_loader(loader: Any, passes: int, skips: bool, is_stock: bool) -> None:
+    """Warn about what a resumed run does not get from ``loader`` as before. ``passes``: completed before. ``skips``: it
+    resumes within an epoch. ``is_stock``: every loop is off, so no row is read that the stock Trainer would not read.
+    """
     if skips:
         _warn_about_replaced_loader(loader)
+    sampler = _sampler_with_generator(loader)
+    if is_stock and passes and sampler is not None:
+        _warn_about_order(type(sampler).__name__, "the generator that draws it starts over", LOOP_KEEPS_ORDER)
     persists = getattr(loader, "persistent_workers", False)
     if not is_stock and (skips or persists):
         _warn_about_random_rows(loader)
@@ -261,17 +289,22 @@ def _warn_about_other_order(checkpoint: Path, trainer: Any, are_rows_chosen: boo
     is_kept = not trainer.is_stock and not has_own and (checkpoint / EPOCH_START).is_dir()
     if is_kept or are_rows_chosen or args.ignore_data_skip or not has_length(trainer.train_dataset):
         return
-    remedy = "Turn on any loop, for example safety=SafetySettings(), to save it in checkpoints"
+    remedy = LOOP_KEEPS_ORDER
     if has_own:
         remedy = "With several processes only accelerator_config use_seedable_sampler: true keeps the order"
     step = saved_step(checkpoint)
     if step > steps_per_epoch and step % steps_per_epoch:  # the first epoch draws its order from the seed
-        logger.warning(
-            "%s: the rows of this epoch come in another order than before, so some are seen twice or not at all, "
-            "because the random state that the epoch began with is not restored. %s",
-            setting,
-            remedy,
-        )
+        _warn_about_order(setting, "the random state that the epoch began with is not restored", remedy)
+
+
+def _warn_about_order(what: str, reason: str, remedy: str) -> None:
+    logger.warning(
+        "%s: the rows of this epoch come in another order than before, so some are seen twice or not at all, because "
+        "%s. %s",
+        what,
+        reason,
+        remedy,
+    )
 
 
 def _warn_about_fresh_average(checkpoint: Path, callbacks: Collection[Any]) -> None:

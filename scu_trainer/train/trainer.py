@@ -55,6 +55,7 @@ from scu_trainer.train.loops import difficulty_of, make_loops
 from scu_trainer.train.loss.rows.model_loss import defined_between, is_public, user_loss_below
 from scu_trainer.train.loss.wrap import batches_to_count, prepare_wrapped_trainer, weighted_items
 from scu_trainer.train.resuming import (
+    advance_order,
     advance_schedule,
     check_resume,
     is_evaluated,
@@ -360,8 +361,10 @@ class SCUTrainer(Trainer):
         position = kwargs["steps_trained_in_current_epoch"]
         skips = is_resumed and position > 0 and not self.args.ignore_data_skip
         if is_resumed and self.is_world_process_zero():
-            warn_about_loader(kwargs["train_dataloader"], skips, self.is_stock)
+            warn_about_loader(kwargs["train_dataloader"], kwargs["epoch"], skips, self.is_stock)
         if not self.is_stock:
+            if is_resumed:
+                advance_order(kwargs["train_dataloader"], kwargs["epoch"])
             checkpoint = kwargs["resume_from_checkpoint"] if is_resumed else None
             # the random states that the order of the rows is drawn from; the stock loop restores those of the step
             if checkpoint is not None and (skips or position == 0):

@@ -680,6 +680,21 @@ def test_a_resume_says_that_it_generates_again_for_steps_that_had_their_texts(tm
         assert tiny.same(tiny.weights_of(rest.model), tiny.weights_of(whole.model)) is is_exact
 
 
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_the_prompts_of_a_later_epoch_come_in_the_order_of_before(tmp_path, name, caplog, monkeypatch):
+    """TRL's sampler draws it from a generator that no checkpoint holds. An epoch has two steps."""
+    kind, config, own, _ = ALSO_OFF[name]
+    own, rows = {**own, "save_strategy": "steps", "save_steps": 1}, {"prompt": list("abcde")}
+    monkeypatch.setitem(ALSO_OFF, name, (kind, config, own, rows))
+    for looped in ({"safety": SafetySettings()}, {}):
+        whole = also_trained(name, tmp_path, True, **looped)
+        for step, said in ((1, False), (2, not looped)):
+            caplog.clear()
+            rest = also_trained(name, tmp_path, True, str(tmp_path / f"checkpoint-{step}"), **looped)
+            assert ("RepeatSampler: the rows of this epoch come in another order than before" in caplog.text) is said
+            assert tiny.same(tiny.weights_of(rest.model), tiny.weights_of(whole.model)) is not said
+
+
 # -- a user's own ------------------------------------------------------------------------------------------------------
 
 
