@@ -327,8 +327,9 @@ def test_a_step_without_a_label_is_found_under_data_parallel():
     assert "no label of the step" in locate_nonfinite(SimpleNamespace(model=small_llama()), [], counts).place
 
 
-def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path):
-    found = one_bad_row(tmp_path, sample=13, backward=True, **IN_ORDER)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_gradient_is_traced_to_its_weight_and_row(tmp_path, is_checkpointed):
+    found = one_bad_row(tmp_path, 13, backward=True, activation_checkpointing=is_checkpointed, **IN_ORDER)
     (record,) = found.nonfinite_guard.figures()["bad_numbers"]["skipped"]
     assert record["place"].endswith("is that of model.layers.1.mlp.down_proj.weight")
     assert record["rows"] == ["row 1 of accumulation batch 0"] and record["step"] == 4

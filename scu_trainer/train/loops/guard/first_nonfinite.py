@@ -258,5 +258,6 @@ def _iterate_nonfinite(value: Any) -> Iterator[torch.Tensor | float]:
             waiting += reversed([*(item.values() if isinstance(item, Mapping) else item)])
         elif isinstance(item, float) and not math.isfinite(item):
             yield item
-        elif torch.is_tensor(item) and item.is_floating_point() and not bool(torch.isfinite(item).all()):
+        # Detached, because checkpointed layers run again in backward, without hooks, and must save the same tensors.
+        elif torch.is_tensor(item) and item.is_floating_point() and not bool(torch.isfinite(item.detach()).all()):
             yield item
