@@ -56,6 +56,7 @@ from scu_trainer.errors import ControlError, DataError, OutOfMemory, SettingsErr
 from scu_trainer.run_files import read_rows
 from scu_trainer.settings import CurriculumSettings, MemorySettings, RegularizationSettings, SafetySettings
 from tests import tiny
+from tests.faults import FakeGauge
 from tests.train.stepwise import FailsOnce, apart
 
 # TRL says so of trainers in trl.experimental, and of the sampler that KTO asks the stock Trainer for.
@@ -445,6 +446,18 @@ def test_pairs_are_never_cut_apart(tmp_path, name):
     reason = r"could not be cut: .*fails on few or shorter rows \(ValueError: .*Lower per_device_train_batch"
     with pytest.raises(OutOfMemory, match=f"{together}.*{reason}"):
         trained(name, tmp_path, memory=MemorySettings(), callbacks=[AlwaysFails()])
+
+
+@pytest.mark.parametrize("name", ["DPO", "Reward"])
+def test_pairs_run_whole_where_memory_is_short_and_nothing_else_is_said(tmp_path, stock, name, caplog):
+    gauge = FakeGauge(100, 98)
+    found = trained(name, tmp_path, memory=MemorySettings(), memory_gauge=gauge)
+    assert found.micro_batches.loop.statistics.chunks == 2 * STEPS and apart(found, stock[name]) == 0
+    (said,) = [line for line in caplog.messages if line.startswith("step ")]
+    assert re.match(
+        r"step 1: used 98 % .*, but batches run whole \(.*few or shorter rows.*; if memory runs out, lower", said
+    )
+    assert read_rows(tmp_path / "memory_history.json") == []
 
 
 def fails(model: torch.nn.Module, times: int) -> None:

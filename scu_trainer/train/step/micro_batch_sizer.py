@@ -141,6 +141,7 @@ class MicroBatchSizer:
         """Forget everything that was learned: sizes that fitted in an earlier training may not fit now."""
         self.state, self.statistics = control.SizerState(cap_tokens=self.first_cap_tokens), MemoryStatistics()
         self._predicted_least = math.inf
+        self._told_uncuttable: set[str] = set()
         self._first_window, self._learning_until = 0, LEARNING_WINDOWS
         self._measured_up_to = (0, 0)
         self._collected_step = -STEPS_BETWEEN_COLLECTIONS
@@ -322,6 +323,8 @@ class MicroBatchSizer:
 
     def fit(self, micro_batch: MicroBatch) -> Sequence[MicroBatch]:
         """Return [micro_batch], or smaller micro-batches if it would not fit."""
+        if self._window.uncuttable is not None:
+            return [micro_batch]
         limit = self._cap
         room = self._predicted_limit(micro_batch)
         if room is not None and room < min(limit, micro_batch.tokens) and not self._fits_at_upper_bound(micro_batch):
@@ -503,6 +506,9 @@ class MicroBatchSizer:
     def _note(self, reason: str, reading: MemoryReading, pressure: str, tokens: Optional[int] = None) -> None:
         """Write a row of the history and a line of the log. ``tokens``: the largest micro-batch from now on, if not the
         cap."""
+        if self._window.uncuttable is not None:
+            self._warn_about_whole_batches(reason, self._window.uncuttable)
+            return
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
             reason = f"{reason}; rows affect each other, so the parts do not give the gradient of the whole batch"
@@ -528,6 +534,18 @@ class MicroBatchSizer:
             reason,
             sum(batch.rows for batch in self._window.batches),
         )
+
+    def _warn_about_whole_batches(self, reason: str, uncuttable: str) -> None:
+        """Warn, once per reason why batches run whole, that memory is short."""
+        if uncuttable not in self._told_uncuttable:
+            self._told_uncuttable.add(uncuttable)
+            logger.warning(
+                "step %d: %s, but batches run whole (%s); if memory runs out, lower per_device_train_batch_size and "
+                "raise gradient_accumulation_steps by the same factor",
+                self.step,
+                reason,
+                uncuttable,
+            )
 
     def scalars(self) -> dict[str, float]:
         """Return values for a log row: the largest micro-batch of the last window, all out-of-memory errors so far, the
