@@ -36,6 +36,7 @@ from scu_trainer.settings.efficiency import EfficiencySettings
 from scu_trainer.train.checkpoints.findings import EPOCH_START, has_optimizer
 from scu_trainer.train.checkpoints.optimizer_types import state_dtypes_kept
 from scu_trainer.train.checkpoints.pushing import Pushes
+from scu_trainer.train.checkpoints.renamed_weights import renamed_weights_loaded
 from scu_trainer.train.checkpoints.selection import selected_checkpoint
 from scu_trainer.train.checkpoints.writer import CheckpointWriter
 from scu_trainer.train.epochs import epochs, run_and_report_epoch
@@ -565,7 +566,12 @@ class SCUTrainer(Trainer):
         if self.checkpoints.last_is_better():
             self.state.best_model_checkpoint = None  # tells callbacks that the weights are those of the last step
         else:
-            super()._load_best_model()
+            with renamed_weights_loaded(self, Path(self.state.best_model_checkpoint), self.model):
+                super()._load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        with renamed_weights_loaded(self, Path(resume_from_checkpoint), self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def before_save(self) -> None:
         """Raise, on all ranks, if a loop objects to saving the current weights."""

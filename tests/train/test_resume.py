@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import EarlyStoppingCallback, TrainerCallback, default_data_collator
+from transformers import (
+    EarlyStoppingCallback,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainerCallback,
+    default_data_collator,
+)
 
 from scu_trainer.errors import CheckpointError
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings import CurriculumSettings, SafetySettings
 from scu_trainer.settings import RegularizationSettings as Settings
-from tests.tiny import Rows, llama, lora, same, trained, weights_of
+from tests.tiny import VOCAB, Rows, llama, lora, same, trained, weights_of
 
 STEPS = {"max_steps": 6, "lr_scheduler_type": "linear"}
 
@@ -42,6 +49,13 @@ class StopAt(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             control.should_save = control.should_training_stop = True
+
+
+class SaveAt(StopAt):
+    """Only a checkpoint."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save |= state.global_step == self.step
 
 
 def optimizer_state(trainer) -> dict[str, torch.Tensor]:
@@ -82,6 +96,32 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path, model, law, caplog):
     assert all(row["lambda"] > 0 for row in rows if row["step"] > 2), "a loop that is idle shows nothing"
     if law == "original":
         assert all(row["integral"] != 0 for row in rows)
+
+
+def mixtral(seed: int = 0) -> MixtralForCausalLM:
+    """Its files hold each expert by itself, under another name; the model holds them in one tensor."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    counts = {"num_local_experts": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **counts))
+
+
+@pytest.mark.parametrize("shard_size", ["50GB", "8KB"])
+def test_weights_that_are_stored_under_other_names_are_loaded(tmp_path, caplog, monkeypatch, shard_size):
+    """By a run that resumes, and of the best checkpoint. With every loop off a line says that they are not."""
+    save = functools.partialmethod(MixtralForCausalLM.save_pretrained, max_shard_size=shard_size)
+    monkeypatch.setattr(MixtralForCausalLM, "save_pretrained", save)
+    for safety in (SafetySettings(), None):
+        folder, is_exact = tmp_path / str(safety is None), safety is not None
+        whole = trained(mixtral(), folder, safety=safety, callbacks=[SaveAt(3)], **STEPS)
+        checkpoint = folder / "checkpoint-3"
+        rest = trained(mixtral(seed=9), folder, safety=safety, resume=str(checkpoint), **STEPS)
+        assert same(weights_of(rest.model), weights_of(whole.model)) is is_exact
+        rest.state.best_model_checkpoint = str(checkpoint)
+        rest._load_best_model()
+        best = MixtralForCausalLM.from_pretrained(checkpoint)
+        assert same(weights_of(rest.model), weights_of(best)) is is_exact
+        assert ("which the stock Trainer does not convert" in caplog.text) is not is_exact
 
 
 SAMPLERS = {
