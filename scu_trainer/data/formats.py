@@ -283,7 +283,7 @@ def _refuse_unusable_columns(row: dict, content: Content) -> None:
         raise BadRow(_PREFERENCE)
     if isinstance(content, Text):
         return
-    shown = next((name for name in IMAGES if not _is_empty(row.get(name))), None)
+    shown = media_column(row)
     if shown is not None:
         raise BadRow(
             f"refers to media in its column {shown!r}, but this task only learns text; remove such rows, or name "
@@ -297,6 +297,11 @@ def _refuse_unusable_columns(row: dict, content: Content) -> None:
             "something else, rename it, or name the columns of question and answer (prompt_column and response_column, "
             "or messages_column)"
         )
+
+
+def media_column(row: dict) -> Optional[str]:
+    """Return the first column with media that the row refers to, or None."""
+    return next((name for name in IMAGES if not _is_empty(row.get(name))), None)
 
 
 def _mark(row: dict, name: str) -> Optional[bool]:

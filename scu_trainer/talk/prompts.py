@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.data.formats import CHAT_COLUMNS, SYSTEMS, TOOLS, are_messages, question_messages, with_system_prompt
+from scu_trainer.data.formats import (
+    CHAT_COLUMNS,
+    SYSTEMS,
+    TOOLS,
+    are_messages,
+    media_column,
+    question_messages,
+    with_system_prompt,
+)
 from scu_trainer.data.messages import messages_of, tools_of
 from scu_trainer.data.readers import kind_of, read_file
 from scu_trainer.data.records import BadRow
@@ -64,9 +72,11 @@ def _messages_of(record: Any) -> list[dict[str, str]]:
         empty = next((f", but {name} is {short(row[name])}" for name in QUESTIONS if name in row), "")
         advice = "write a prompt there, or remove the row" if empty else f"give {ALLOWED}"
         raise DataError(f"{record.place} has the columns {columns}{empty}; {advice}")
-    if name == "text" or (name == "prompt" and "completion" in row):  # these formats have no context column
-        return _as_messages(row[name], next(filter(_text_or_none, map(row.get, SYSTEMS)), ""))
     try:
+        if name != "text":
+            _refuse_unseen(row)
+        if name == "text" or (name == "prompt" and "completion" in row):  # these formats have no context column
+            return _as_messages(row[name], next(filter(_text_or_none, map(row.get, SYSTEMS)), ""))
         return question_messages(row, name)
     except BadRow as error:
         raise DataError(f"{record.place}: {error}") from error
@@ -76,13 +86,19 @@ def _text_or_none(value: Any) -> Optional[str]:
     return value if isinstance(value, str) and value.strip() else None
 
 
+def _refuse_unseen(row: dict) -> None:
+    """Raise BadRow if the row has tools or media, because the prompt would be answered without them."""
+    tools, media = next((name for name in TOOLS if tools_of(row.get(name))), None), media_column(row)
+    if tools is not None or media is not None:
+        unseen = f"the tools in {tools!r}" if tools is not None else f"the media in {media!r}"
+        raise BadRow(f"the model would not see {unseen}; remove the column")
+
+
 def _without_answer(place: str, row: dict, column: str) -> list[dict[str, str]]:
     """Return the messages of the row without the answer at the end, if there is one. Raises DataError."""
     try:
         messages, _ = with_system_prompt(row, messages_of(row[column], column), None)
-        tools = next((name for name in TOOLS if tools_of(row.get(name))), None)
-        if tools is not None:
-            raise BadRow(f"the model would not see the tools in {tools!r}; remove the column")
+        _refuse_unseen(row)
     except BadRow as error:
         raise DataError(f"{place}: {error}") from error
     while messages and messages[-1]["role"] == "assistant":
