@@ -109,8 +109,9 @@ def _not_empty(lines: Iterable[Line]) -> list[Line]:
 
 
 def in_bits(run: RunFiles) -> bool:
-    """Whether the losses of the run can be drawn in bits."""
-    return any("eval_bpt" in row for row in run.logs) or any("data_bpt" in row for row in run.control[:1])
+    """Whether the losses of the run can be drawn in bits. Only the command writes a unit to run.json."""
+    is_scored = any("eval_bpt" in row for row in run.logs) or any("data_bpt" in row for row in run.control[:1])
+    return is_scored or bool(run.status.get("unit"))
 
 
 def _loss_panels(runs: Sequence[RunFiles]) -> list[Panel]:

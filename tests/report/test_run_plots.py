@@ -35,7 +35,7 @@ from scu_trainer.report.render import (
 from scu_trainer.report.run_plots import run_plots
 from scu_trainer.report.settings_table import changed, differences, hardware, repeat_command, repeat_yaml
 from scu_trainer.report.words import duration, key_figures, warnings
-from scu_trainer.run_files import read_json
+from scu_trainer.run_files import read_json, write_json
 from tests.report.made_runs import make_comparison, make_run, make_two_and_a_study
 
 
@@ -143,6 +143,15 @@ def test_units_of_different_tasks_are_all_named(made, tmp_path):
     panels = plots(made / "one", pictures)["loss"].panels
     assert [panel.y_label for panel in panels] == ["bits per token or label"] * 2
     assert panels[1].title.startswith("Held-out documents and samples: a dot for each score")
+
+
+def test_a_run_of_the_command_has_bits_also_without_scores_and_s(tmp_path):
+    run = make_run(tmp_path / "run", scu=False)
+    write_json(run / "log_history.json", [{"step": 5, "loss": 5.0}])
+    assert plots(run)["loss"].panels[0].y_label == "loss", "a trainer in a script of one's own, with any loss"
+    write_json(run / "run.json", {**read_json(run / "run.json"), "unit": "token"})
+    assert plots(run)["loss"].panels[0].y_label == "bits per token"
+    assert dict(key_figures(read_run(run, "run")))["training loss, last logged"] == "7.213 bits per token"
 
 
 def test_an_image_is_a_row_and_its_model_is_no_base_of_ours(tmp_path):
