@@ -418,6 +418,11 @@ def test_settings_that_make_no_sense_for_images(tmp_path, model, message):
         ImageTask().check(job(tmp_path, model=model))
 
 
+def test_a_size_that_is_too_small_is_refused_before_images_are_decoded(tmp_path):
+    with pytest.raises(ModelError, match="image_size 16 is too small for resnet18"):
+        ImageTask().check(job(tmp_path, own=ImageSettings(image_size=16)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

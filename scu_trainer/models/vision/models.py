@@ -86,16 +86,21 @@ def _from_scratch(name: str, label_names: Sequence[str], view: ImageView) -> Pre
         ResNetForImageClassification,
     )
 
-    if min(view.size) < REDUCTION:
-        raise ModelError(
-            f"image_size {min(view.size)} is too small for {name}, which reduces {REDUCTION} x {REDUCTION} pixels to "
-            f"one position; set image_size to {REDUCTION} or more (images are enlarged), or leave it out"
-        )
+    require_size_from_scratch(name, min(view.size))
     shared = {"num_channels": view.channels, **class_fields(label_names)}
     if name in RESNETS:
         return ResNetForImageClassification(ResNetConfig(**RESNETS[name], **shared))
     config = EfficientNetConfig(**EFFICIENTNET_B0, image_size=min(view.size), batch_norm_momentum=0.1, **shared)
     return initialize_efficientnet(EfficientNetForImageClassification(config))
+
+
+def require_size_from_scratch(name: str, size: int) -> None:
+    """Raise ModelError if images of ``size`` pixels are too small for the architecture."""
+    if size < REDUCTION:
+        raise ModelError(
+            f"image_size {size} is too small for {name}, which reduces {REDUCTION} x {REDUCTION} pixels to "
+            f"one position; set image_size to {REDUCTION} or more (images are enlarged), or leave it out"
+        )
 
 
 def initialize_efficientnet(model: nn.Module) -> nn.Module:

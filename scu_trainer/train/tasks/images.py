@@ -23,6 +23,7 @@ from scu_trainer.models.vision.models import (
     attach_pixel_inputs,
     load_scored_classifier,
     make_classifier,
+    require_size_from_scratch,
     training_augmentation,
 )
 from scu_trainer.models.vision.norms import allow_single_images, needs_several_rows
@@ -68,6 +69,8 @@ class ImageTask:
             )
         if model.device_map is not None:
             raise SettingsError("device_map places language models; for images drop it")
+        if model.model_name_or_path is None and job.own.image_size is not None:
+            require_size_from_scratch(job.own.architecture, job.own.image_size)
         by_length = [method for method in job.curriculum.methods if method in BY_LENGTH]
         if by_length:
             raise SettingsError(
