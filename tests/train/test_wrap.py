@@ -408,6 +408,13 @@ def test_a_state_that_has_as_many_entries_as_rows_by_chance(tmp_path, caplog, si
     assert model.row_loss.kind == "whole" and "not have one entry per row" in caplog.text
 
 
+def test_no_batch_is_said_to_run_whole_that_is_split(tmp_path, caplog):
+    model = wrap(Recurrent(), lambda o, y: functional.cross_entropy(o[0], y))
+    trainer, _ = fit(model, tmp_path, memory=MemorySettings(max_batch_size=4))
+    assert trainer.micro_batches.reduction.is_exact
+    assert "losses of single rows are unknown" in caplog.text and "run whole" not in caplog.text
+
+
 class Prefixed(nn.Module):
     """Names of inputs such as those of tokens."""
 

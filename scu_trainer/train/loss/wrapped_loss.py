@@ -51,7 +51,11 @@ MOST_SINGLE_CLASS_STEPS = 5
 MOST_CHECKS = 200
 """Maximum number of steps in which the loss is checked again because new classes appeared."""
 
-NO_ROWS = "the outputs do not have one entry per row along dimension 0"
+NO_ROWS = "the losses of single rows are unknown: the outputs do not have one entry per row along dimension 0"
+MIXED = (
+    "batches run whole, and the losses of single rows are unknown: the loss of several rows is neither the mean nor "
+    "the sum of their losses"
+)
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """(sums, counts), each of shape (rows,): a row's loss summed over its labels, and how much the row counts."""
@@ -196,7 +200,7 @@ class RowLoss(nn.Module):
             else self._kind_from_single_row(declared)
         )
         if len(few_targets) > 1 and kind is None:
-            self._fall_back_to_whole("the loss of several rows is neither the mean nor the sum of their losses")
+            self._fall_back_to_whole(MIXED)
             return
         has_one_class = kind == "labels" and len(few_targets.unique()) == 1 and not is_public
         if kind is None or (has_one_class and self._findings.steps < MOST_SINGLE_CLASS_STEPS):
@@ -267,9 +271,9 @@ class RowLoss(nn.Module):
         if not self.seen or self.seen & labels:
             self.seen |= labels
 
-    def _fall_back_to_whole(self, reason: str) -> None:
+    def _fall_back_to_whole(self, line: str) -> None:
         self._findings = _LossFindings("whole")
-        logger.warning("batches run whole, and the losses of single rows are unknown: %s", reason)
+        logger.warning(line)
 
     def _call_loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return the user's loss: a single number, or one entry per row. Raises ModelError for anything else."""
