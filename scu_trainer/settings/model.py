@@ -203,6 +203,10 @@ class ModelSettings:
 
 def _check_patterns(name: str, patterns: Sequence[str]) -> None:
     for pattern in patterns:
+        is_list = pattern.startswith(("['", '["')) and pattern.endswith("]")  # as a pattern it fits any of its letters
+        require(
+            not is_list, f"{name} has {pattern}, a list as one word; on a command line, type --{name} 'first' 'second'"
+        )
         try:
             re.compile(pattern)
         except re.error as error:

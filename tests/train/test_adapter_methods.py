@@ -355,6 +355,7 @@ def test_names_that_the_model_does_not_have_are_refused(changes, message):
         ({"peft_type": "vera", "use_rslora": True}, "use_rslora is for LoRA, but peft_type is vera"),
         ({"trainable_parameters": ["a"]}, "trainable_parameters is for tuning: full"),
         ({"tuning": "full", "trainable_parameters": ["("]}, "is not a regular expression"),
+        ({"tuning": "full", "frozen_parameters": ['["norm"]']}, "a list as one word; .* type --frozen_parameters"),
         ({"init_lora_weights": "pissa_niter_16"}, "random decomposition.*use pissa, which is exact"),
         ({"init_lora_weights": "pisa"}, "allowed: true, gaussian, olora, pissa, loftq .did you mean 'pissa'"),
         ({"init_lora_weights": "pissa", "tuning": "qlora"}, "but tuning: qlora quantizes them before"),
