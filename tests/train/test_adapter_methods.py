@@ -340,7 +340,8 @@ def test_weights_are_trained_and_frozen_by_pattern():
         ({"tuning": "full", "trainable_parameters": ["layers.9."]}, "matches no weight; there are model.embed_tokens"),
         ({"tuning": "full", "frozen_parameters": [""]}, "leave nothing to train"),
         ({"modules_to_save": ["lm_haed"]}, "no module 'lm_haed' .did you mean 'lm_head'"),
-        ({"exclude_modules": ["q_porj"]}, "no module 'q_porj' .did you mean 'q_proj'"),
+        ({"exclude_modules": ["q_porj"]}, "exclude_modules: the model has no module 'q_porj' .did you mean 'q_proj'"),
+        ({"layers_to_transform": [0, 2]}, "layers_to_transform: the model has no layer 2; its layers: 0 to 1"),
     ],
 )
 def test_names_that_the_model_does_not_have_are_refused(changes, message):

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scu_trainer")
 
+LAYER_NUMBER = re.compile(r".*\.[^.]*\.(\d+)\.")
+"""The number of the layer in a module's name, as peft reads it."""
+
 ROWS_IN_WHOLE = "token_adapter.base_layer."
 SAVED_WHOLE = ("", "base_layer.", "modules_to_save.", ROWS_IN_WHOLE)
 """What peft may insert before the last part of a weight's name when an adapter file holds the module's own weight."""
@@ -149,7 +152,7 @@ def adapter_config(model: nn.Module, settings: ModelSettings, adapters: AdapterP
         "task_type": adapters.task_type,
         "target_modules": _target_modules(model, settings, adapters),
         "modules_to_save": _saved_modules(model, settings, adapters),
-        "layers_to_transform": settings.layers_to_transform,
+        "layers_to_transform": _layers(model, settings),
         "r": settings.lora_r,
     }
     if settings.peft_type == "vera":
@@ -181,11 +184,22 @@ def _target_modules(model: nn.Module, settings: ModelSettings, adapters: Adapter
 
 def _saved_modules(model: nn.Module, settings: ModelSettings, adapters: AdapterPlan) -> Optional[list[str]]:
     names = [name for name, _ in model.named_modules() if name]
-    for wanted in (*(settings.modules_to_save or ()), *(settings.exclude_modules or ())):
-        if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
-            leaves = sorted({_leaf(name) for name in names})
-            raise ModelError(f"the model has no module {wanted!r}{did_you_mean(wanted, leaves)}; check modules_to_save")
+    for field in ("modules_to_save", "exclude_modules"):
+        for wanted in getattr(settings, field) or ():
+            if not any(name == wanted or name.endswith(f".{wanted}") for name in names):
+                similar = did_you_mean(wanted, sorted({_leaf(name) for name in names}))
+                raise ModelError(f"{field}: the model has no module {wanted!r}{similar}")
     return [*(adapters.modules_to_save or ()), *(settings.modules_to_save or ())] or None
+
+
+def _layers(model: nn.Module, settings: ModelSettings) -> Optional[list[int]]:
+    """Return ``layers_to_transform``. Raises ModelError for a layer that the model lacks, which peft leaves out."""
+    found = {int(match[1]) for name, _ in model.named_modules() if (match := LAYER_NUMBER.match(name))}
+    lacking = next((number for number in settings.layers_to_transform or () if number not in found), None)
+    if lacking is not None:
+        there = f"its layers: {min(found)} to {max(found)}" if found else "its layers have no numbers"
+        raise ModelError(f"layers_to_transform: the model has no layer {lacking}; {there}")
+    return settings.layers_to_transform
 
 
 def _is_tied(model: nn.Module) -> bool:
