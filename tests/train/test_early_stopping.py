@@ -50,6 +50,13 @@ def test_it_ends_where_transformers_own_does_with_the_best_model(tmp_path):
     assert f"ended at step {ours.state.global_step} with the model of step {ours.state.best_global_step}" in notice
 
 
+def test_a_gain_below_the_threshold_is_not_said_to_be_none(tmp_path):
+    settings = SafetySettings(early_stopping_patience=1, early_stopping_threshold=1e9)
+    trainer = _trained(SCUTrainer, tmp_path, safety=settings)
+    (notice,) = trainer.loop("early_stopping").notices
+    assert "eval_loss did not improve by more than 1e+09 for 1 evaluation; the run ended at step 4 with" in notice
+
+
 def test_a_run_that_is_resumed_ends_at_the_same_step(tmp_path):
     """Without the count in the checkpoint it would wait for three evaluations again."""
     whole = _ours(tmp_path / "whole")

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback
 
+from scu_trainer.figures import count_text
 from scu_trainer.train.loop import Loop
 
 
@@ -68,10 +69,13 @@ class EarlyStopping(Loop):
         kept = (state.best_model_checkpoint or f"-{state.global_step}").rpartition("-")[2]
         if kept != str(state.best_global_step):
             kept += ", because the best has no checkpoint"
+        lacking = f"on {state.best_metric:.4g} of step {state.best_global_step}"
+        if self._callback.early_stopping_threshold:  # the best may be a gain below it, even that of the last evaluation
+            lacking = f"by more than {self._callback.early_stopping_threshold:g}"
         self.notices.append(
-            f"early stopping: {name} did not improve on {state.best_metric:.4g} of step {state.best_global_step} for "
-            f"{self._callback.early_stopping_patience} evaluations; the run ended at step {state.global_step} with the "
-            f"model of step {kept}"
+            f"early stopping: {name} did not improve {lacking} for "
+            f"{count_text(self._callback.early_stopping_patience, 'evaluation')}; the run ended at step "
+            f"{state.global_step} with the model of step {kept}"
         )
 
     def state_dict(self) -> dict[str, Any]:
