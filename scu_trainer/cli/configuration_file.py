@@ -112,6 +112,7 @@ def _configuration_in(config: str) -> dict[str, Any]:
             )
         content["report_to"] = content.get("report_to") or "none"  # an empty list in a file means the default
         content.pop("seeds", None)  # the file of a run holds seed and seeds, and only its seed applies
+        content.pop("resume_from_checkpoint", None)  # a repeated run starts from the beginning
     return content
 
 

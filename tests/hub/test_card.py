@@ -60,6 +60,15 @@ def test_the_command_that_repeats_the_run_reads_its_configuration(run, tmp_path)
     assert found == stored and stored["report_to"] == []
 
 
+def test_the_command_that_repeats_a_resumed_run_begins_again(run, tmp_path):
+    """The checkpoint is not there where the file was downloaded, and is not where the run began."""
+    description = read_json(run / "training_config.json")
+    description["configuration"]["resume_from_checkpoint"] = "runs/mine/checkpoint-10"
+    write_json(run / "training_config.json", description)
+    job = read_job(str(run / "training_config.json"), ["--output_dir", str(tmp_path / "again")])
+    assert job.training.resume_from_checkpoint is None
+
+
 def test_shares_of_a_stream_that_was_not_counted_are_not_claimed(run):
     description = read_json(run / "training_config.json")
     source = {"name": "web", "row_share": 0.0, "token_share": 0.0}
