@@ -157,12 +157,13 @@ def base_license(base: Optional[str]) -> Optional[str]:
     if not base:
         return None
     local = Path(base).expanduser() / CARD
-    found = local if local.is_file() else None if is_local(base) else try_to_load_from_cache(base, CARD)
-    if not isinstance(found, (str, Path)):
-        return None
     try:
+        found = local if local.is_file() else None if is_local(base) else try_to_load_from_cache(base, CARD)
+        if not isinstance(found, (str, Path)):
+            return None
         license = ModelCard.load(found, ignore_metadata_errors=True).data.license
-    except (YAMLError, ValueError):  # a broken card of the base must not keep a finished run from getting its card
+    # A broken card or name of the base must not keep a finished run from getting its card.
+    except (YAMLError, ValueError):
         return None
     return ", ".join(map(str, license)) if isinstance(license, list) else license
 

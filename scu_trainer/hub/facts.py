@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.errors import HubError
+from scu_trainer.errors import HubError, StorageError
 from scu_trainer.hub.local_paths import is_local
+from scu_trainer.json_types import first_misfit, misfit
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings.tasks import TEXT
 
@@ -16,6 +17,19 @@ IMAGES = "image-classification"
 MERGE_FILE, EXPORT_FILE, PRUNE_FILE = "merge.json", "scu_export.json", "prune.json"
 MADE_FILES = (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)
 """Files that describe how weights next to them were made from those of a run."""
+
+
+@dataclass(frozen=True)
+class SourceRun:
+    """The run that weights were made from, as MADE_FILES store it. ``sha256``: of what decided which rows it held out;
+    None if it is unknown."""
+
+    folder: str
+    sha256: Optional[str]
+
+
+MADE_TYPES = {"adapter": str, "source": str, "run": Optional[SourceRun]}
+ADAPTER_TYPES = {"base_model_name_or_path": Optional[str]}
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,7 @@ def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any
         description=_content(run, "training_config.json"),
         metrics={} if is_checkpoint else _content(run, "scu_metrics.json"),
         control=_content(run, "scu_config.json"),
-        adapter=_content(weights, "adapter_config.json"),
+        adapter=_content(weights, "adapter_config.json", ADAPTER_TYPES),
         config=_content(weights, "config.json"),
         merge=merge or {},
         step=int(weights.name.rpartition("-")[2]) if is_checkpoint else None,
@@ -113,9 +127,14 @@ def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[RunFac
 
 
 def read_made_file(folder: Path) -> dict[str, Any]:
-    """Return what merge, export or prune wrote next to weights; {} if nothing, or if it is of another program."""
-    contents = (read_json(folder / name) for name in MADE_FILES if (folder / name).is_file())
-    return next((made for made in contents if isinstance(made, dict) and made.get("format") == 1), {})
+    """Return what merge, export or prune wrote next to weights; {} if nothing, or if it is of another program. Raises
+    StorageError for a damaged file."""
+    contents = {name: _content(folder, name) for name in MADE_FILES}
+    for name, made in contents.items():
+        if made.get("format") == 1 and {"adapter", "source"} & {*made}:
+            _require_types(made, MADE_TYPES, folder / name)
+            return made
+    return {}
 
 
 def run_directory_of(weights: Path) -> Optional[Path]:
@@ -126,8 +145,17 @@ def run_directory_of(weights: Path) -> Optional[Path]:
     return weights.parent if in_run else None
 
 
-def _content(folder: Optional[Path], name: str) -> dict[str, Any]:
+def _content(folder: Optional[Path], name: str, types: Optional[dict[str, Any]] = None) -> dict[str, Any]:
     if folder is None or not (folder / name).is_file():
         return {}
     content = read_json(folder / name)
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    _require_types(content, types or {}, folder / name)
+    return content
+
+
+def _require_types(content: dict[str, Any], types: dict[str, Any], path: Path) -> None:
+    wrong = first_misfit(misfit(content[name], hint, name) for name, hint in types.items() if name in content)
+    if wrong is not None:
+        raise StorageError(f"{path}: {wrong}, which nothing writes there; correct it, or write the file again")

@@ -81,6 +81,44 @@ def test_a_run_whose_state_says_nothing(run, capsys, content, said):
     assert said in refused(capsys, run, "--repo_id", "me/x", "--dry_run")
 
 
+def test_an_adapter_that_names_a_number_as_its_base(run, capsys):
+    config = run / "adapter_config.json"
+    write_json(config, {**read_json(config), "base_model_name_or_path": -1})
+    told = refused(capsys, run, "--repo_id", "me/x", "--base_model", "me/base", "--dry_run")
+    assert f"{config}: base_model_name_or_path is -1, " in told
+
+
+def test_an_adapter_whose_base_has_a_name_that_the_hub_does_not_allow(run, capsys):
+    config = run / "adapter_config.json"
+    write_json(config, {**read_json(config), "base_model_name_or_path": "my model"})
+    assert main(["push", str(run), "--repo_id", "me/x", "--base_model", "me/base", "--dry_run"]) == 0
+    assert "license: not stated" in capsys.readouterr().out
+
+
+MADE = {"format": 1, "adapter": "gone", "run": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({**MADE, "adapter": None}, "adapter is null, "),
+        ({**MADE, "run": {"folder": 1, "sha256": "x"}}, "run is {"),
+        ({**MADE, "run": "gone"}, 'run is "gone", '),
+        (MADE, "is no longer in gone; merge it again"),
+    ],
+)
+def test_merged_weights_whose_description_is_damaged(run, capsys, content, said):
+    write_json(run / "merge.json", content)
+    told = refused(capsys, run, "--repo_id", "me/x", "--dry_run")
+    assert said in told and str(run) in told
+
+
+def test_a_file_of_another_program_that_is_called_as_ours(run, capsys):
+    write_json(run / "merge.json", {"format": 1})
+    assert main(["push", str(run), "--repo_id", "me/x", "--base_model", "me/base", "--dry_run"]) == 0
+    assert "merge.json (not needed to use it)" in capsys.readouterr().out
+
+
 def test_weights_that_are_cut_off_are_not_sent(run, capsys):
     weights = run / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
