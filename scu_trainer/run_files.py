@@ -96,7 +96,7 @@ def write_text(path: AnyPath, text: str) -> None:
 def read_json(path: AnyPath) -> Any:
     """Return the content of a JSON file. Raises StorageError if the file is missing or is not valid JSON."""
     with _as_storage_error(Path(path), "read"):
-        content = Path(path).read_bytes()
+        content = read_regular(path)
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -173,7 +173,7 @@ def read_rows(path: AnyPath) -> list[Row]:
     Raises StorageError if the file is missing or does not hold an array of objects.
     """
     with _as_storage_error(Path(path), "read"):
-        content = Path(path).read_bytes()
+        content = read_regular(path)
     return _parse_rows(content, Path(path))[0]
 
 

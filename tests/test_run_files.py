@@ -228,6 +228,13 @@ def test_write_json_replaces_whole_or_not_at_all(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["data.json"]
 
 
+@pytest.mark.parametrize("read", [read_json, read_rows])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(StorageError, match="it is a pipe or a device, not a file"):
+        read(tmp_path / "pipe.json")
+
+
 def test_read_json_says_what_is_wrong(tmp_path):
     with pytest.raises(StorageError, match="cannot read"):
         read_json(tmp_path / "missing.json")

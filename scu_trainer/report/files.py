@@ -12,7 +12,7 @@ from typing import Any, Optional, TypeVar
 
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import UNITS
-from scu_trainer.run_files import read_json, read_rows, read_status
+from scu_trainer.run_files import read_json, read_regular, read_rows, read_status
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -118,7 +118,7 @@ def newest_stock_log(folder: Path) -> Optional[Path]:
 def _is_torn(log: Path) -> bool:
     """Whether log_history.json, which gave no rows, is unreadable or is not the empty list of a run without logs."""
     try:
-        return b"".join(log.read_bytes().split()) != b"[]"
+        return b"".join(read_regular(log).split()) != b"[]"
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
 
