@@ -59,7 +59,17 @@ RESERVE_BYTES = 4096
 
 _CLOSING = b"\n]"
 _BETWEEN_ROWS = re.compile(r"\s*,?\s*")
-_DECODER = json.JSONDecoder()
+MOST_DIGITS = 300
+"""Most digits of a whole number in a JSON file: arithmetic with numbers that no float can hold (309 digits) fails."""
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"it holds a whole number of {len(digits)} digits; {MOST_DIGITS} are allowed")
+    return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole_number)
 
 
 def write_json(path: AnyPath, data: Any) -> None:
@@ -98,7 +108,7 @@ def read_json(path: AnyPath) -> Any:
     with _as_storage_error(Path(path), "read"):
         content = read_regular(path)
     try:
-        return json.loads(content)
+        return json.loads(content, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         raise StorageError(f"{path} is not valid JSON ({error}); delete it or restore it from a copy") from error
 

@@ -245,6 +245,15 @@ def test_read_json_says_what_is_wrong(tmp_path):
         read_rows(tmp_path / "missing.json")
 
 
+def test_a_number_that_no_float_can_hold_is_refused(tmp_path):
+    """Arithmetic with it would raise an OverflowError, wherever the file is used."""
+    path = tmp_path / "file.json"
+    path.write_text(f'[\n{{"step": 1}},\n{{"step": {"9" * 400}}}\n]')
+    with pytest.raises(StorageError, match=r"file\.json is not valid JSON \(it holds a whole number of 400 digits"):
+        read_json(path)
+    assert read_rows(path) == [{"step": 1}]
+
+
 @pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000], ids=["nested", "digits"])
 def test_json_that_python_cannot_hold_is_refused(tmp_path, value):
     """The json module raises a RecursionError for one, and a ValueError that is no JSONDecodeError for the other."""
