@@ -89,6 +89,7 @@ KINDS: dict[type, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "true or false"),
     int: (_is_whole_number, "a whole number"),
     float: (_is_number, "a number"),
+    str: (lambda value: isinstance(value, (str, os.PathLike)), "text"),
     list: (lambda value: isinstance(value, (list, tuple)), "a list, such as [a, b]"),
 }
 """Type of a field -> (check of a value, description of allowed values in messages)."""
@@ -98,12 +99,18 @@ def _check_types(settings, prefix: str = "") -> None:
     """Raise SettingsError for a value of the wrong type, such as text for a switch: Python takes "false" as true."""
     hints = field_types_of(settings.__class__)
     for item in fields(settings):
-        value, kinds = getattr(settings, item.name), {get_origin(t) or t for t in _union_members(hints[item.name])}
-        field_types = kinds - {type(None)}
-        if len(field_types) > 1 or not field_types <= KINDS.keys() or (value is None and type(None) in kinds):
+        value, kinds = getattr(settings, item.name), {*_union_members(hints[item.name])}
+        if len(kinds - {type(None)}) > 1 or (value is None and type(None) in kinds):
             continue
-        takes, words = KINDS[field_types.pop()]
-        require(takes(value), f"{prefix}{item.name} is {short(value)}; it must be {words}")
+        (kind,) = kinds - {type(None)}
+        _check_type(value, get_origin(kind) or kind, f"{prefix}{item.name} is {short(value)}; it must be")
+        for part in value if get_origin(kind) is list else ():
+            _check_type(part, get_args(kind)[0], f"{prefix}{item.name} has {short(part)}, which must be")
+
+
+def _check_type(value: Any, kind: Any, must_be: str) -> None:
+    takes, words = KINDS.get(kind, (None, ""))
+    require(takes is None or takes(value), f"{must_be} {words}")
 
 
 def check_values(

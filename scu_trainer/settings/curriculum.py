@@ -56,8 +56,8 @@ class CurriculumSettings:
     length_warmup_start: int = option(64, "length_warmup: tokens per row in the first step")
 
     def __post_init__(self) -> None:
-        check_fields(self, ALLOWED)
         object.__setattr__(self, "curriculum", _joined_methods(self.curriculum))
+        check_fields(self, ALLOWED)
         require(
             self.token_budget is None or "token_budget" in self.methods,
             f"token_budget has an effect only with curriculum: token_budget; curriculum is {self.curriculum}",
