@@ -408,6 +408,14 @@ def test_a_tokenizer_without_end_of_text(model_dir, copy_of):
         load_tokenizer(settings(folder))
 
 
+@pytest.mark.parametrize("wrong", [{"model_max_length": []}, {"unk_token": ""}])
+def test_a_tokenizer_that_loads_but_cannot_be_used(tmp_path, wrong):
+    folder = tiny.saved_llama(tmp_path / "model", layers=1)
+    edit_json(folder / "tokenizer_config.json", **wrong)
+    with pytest.raises(ModelError, match="cannot load the tokenizer of"):
+        load_tokenizer(ModelSettings(model_name_or_path=str(folder)))
+
+
 def test_an_adapter_without_tokenizer_takes_that_of_its_base(model_dir, adapter_dir):
     assert load_tokenizer(settings(adapter_dir)).get_vocab() == load_tokenizer(settings(model_dir)).get_vocab()
 

@@ -84,13 +84,13 @@ def load_tokenizer(settings: ModelSettings) -> PreTrainedTokenizerBase:
         except loading_errors():
             _require_vocabulary(source, settings)
             raise
-
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer of {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
-        )
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.eos_token_id is None:
+            raise ModelError(
+                f"the tokenizer of {name!r} has no end-of-text token; set eos_token in its tokenizer_config.json"
+            )
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer("a"), tokenizer.all_special_ids  # transformers loads some files that fail only at this
     return tokenizer
 
 
