@@ -72,10 +72,11 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _replace(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically. It is not synced to the disk, because a report can be written again."""
+    """Replace a file atomically. It is not synced to the disk, because a report can be written again. Half a character,
+    which JSON can hold and UTF-8 cannot, is written as its number."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        beside.write_bytes(redact(content).encode() if isinstance(content, str) else content)
+        beside.write_bytes(redact(content).encode(errors="backslashreplace") if isinstance(content, str) else content)
         os.replace(beside, path)
     except OSError as error:
         fix = f"{free_space_hint()} or give another --output"

@@ -99,6 +99,13 @@ def test_words_of_a_run_are_no_markup(tmp_path, quick):
     assert text.count("<script") == 1 and "&lt;script&gt;alert" in text and "<b>run" not in text
 
 
+def test_half_a_character_in_a_sample_is_shown_as_its_number(tmp_path, quick):
+    run = make_run(tmp_path / "run")
+    write_json(run / "samples.json", [{"step": 0, "samples": [{"prompt": "half \ud83d", "output": "a"}]}])
+    assert command.main([str(run)]) == 0
+    assert r"half \ud83d" in (run / "report" / "index.html").read_text()
+
+
 def test_a_second_report_replaces_the_first_and_drops_what_it_has_no_more(tmp_path, quick):
     run = make_run(tmp_path / "run")
     assert command.main([str(run)]) == 0
