@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.run_files import read_object_or_none
+from scu_trainer.run_files import read_object_or_none, read_regular
 from scu_trainer.runs.store import Run
 
 TAIL_BYTES = 16_384
@@ -94,7 +94,9 @@ def seconds(moment: Any) -> Optional[float]:
 
 
 def tail(path: Path, size_bytes: int = TAIL_BYTES, end_bytes: Optional[int] = None) -> str:
-    """Return the last ``size_bytes`` of a text file, or of its first ``end_bytes``; "" if the file is missing."""
+    """Return the last ``size_bytes`` of a text file, or of its first ``end_bytes``; "" if it is missing or no file."""
+    if not path.is_file():  # opening a pipe would wait for a writer
+        return ""
     try:
         with open(path, "rb") as file:
             end_bytes = os.fstat(file.fileno()).st_size if end_bytes is None else end_bytes
