@@ -17,7 +17,7 @@ Inside = Callable[[Any, Any, str], Optional[str]]
 
 
 def misfit(value: Any, hint: Any, name: str, null_is_nan: bool = True) -> Optional[str]:
-    """Return why ``value``, from JSON, is not a ``hint``; None if it is. An int passes as a float.
+    """Return why ``value``, from JSON, is not a ``hint``; None if it is. An int passes as a float, and 3.0 as an int.
     ``null_is_nan``: None passes as a float, because JSON has no NaN."""
 
     def inside(value: Any, hint: Any, name: str) -> Optional[str]:
@@ -33,6 +33,7 @@ def misfit(value: Any, hint: Any, name: str, null_is_nan: bool = True) -> Option
         return None if value in parts else _as_line(name, value)
     if hint in (int, float):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = is_number and (hint is float or isinstance(value, int) or value.is_integer())
         return None if is_number or (null_is_nan and hint is float and value is None) else _as_line(name, value)
     if dataclasses.is_dataclass(hint):
         return _misfit_of_dataclass(value, hint, name, inside)

@@ -9,6 +9,7 @@ from typing import Any, Optional
 from scu_trainer.errors import HubError, StorageError
 from scu_trainer.hub.local_paths import is_local
 from scu_trainer.json_types import first_misfit, misfit
+from scu_trainer.models.loading.names import adapter_config_in, is_adapter
 from scu_trainer.run_files import read_json, read_rows
 from scu_trainer.settings.tasks import TEXT
 
@@ -29,7 +30,6 @@ class SourceRun:
 
 
 MADE_TYPES = {"adapter": str, "source": str, "run": Optional[SourceRun]}
-ADAPTER_TYPES = {"base_model_name_or_path": Optional[str]}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read_facts(weights: Path, run: Optional[Path], merge: Optional[dict[str, Any
         description=_content(run, "training_config.json"),
         metrics={} if is_checkpoint else _content(run, "scu_metrics.json"),
         control=_content(run, "scu_config.json"),
-        adapter=_content(weights, "adapter_config.json", ADAPTER_TYPES),
+        adapter=adapter_config_in(weights) if is_adapter(weights) else {},
         config=_content(weights, "config.json"),
         merge=merge or {},
         step=int(weights.name.rpartition("-")[2]) if is_checkpoint else None,
@@ -132,7 +132,9 @@ def read_made_file(folder: Path) -> dict[str, Any]:
     contents = {name: _content(folder, name) for name in MADE_FILES}
     for name, made in contents.items():
         if made.get("format") == 1 and {"adapter", "source"} & {*made}:
-            _require_types(made, MADE_TYPES, folder / name)
+            given = [misfit(made[field], kind, field) for field, kind in MADE_TYPES.items() if field in made]
+            if wrong := first_misfit(given):
+                raise StorageError(f"{folder / name}: {wrong}, which nothing writes there; make these weights again")
             return made
     return {}
 
@@ -145,17 +147,8 @@ def run_directory_of(weights: Path) -> Optional[Path]:
     return weights.parent if in_run else None
 
 
-def _content(folder: Optional[Path], name: str, types: Optional[dict[str, Any]] = None) -> dict[str, Any]:
+def _content(folder: Optional[Path], name: str) -> dict[str, Any]:
     if folder is None or not (folder / name).is_file():
         return {}
     content = read_json(folder / name)
-    if not isinstance(content, dict):
-        return {}
-    _require_types(content, types or {}, folder / name)
-    return content
-
-
-def _require_types(content: dict[str, Any], types: dict[str, Any], path: Path) -> None:
-    wrong = first_misfit(misfit(content[name], hint, name) for name, hint in types.items() if name in content)
-    if wrong is not None:
-        raise StorageError(f"{path}: {wrong}, which nothing writes there; correct it, or write the file again")
+    return content if isinstance(content, dict) else {}

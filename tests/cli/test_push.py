@@ -85,7 +85,7 @@ def test_an_adapter_that_names_a_number_as_its_base(run, capsys):
     config = run / "adapter_config.json"
     write_json(config, {**read_json(config), "base_model_name_or_path": -1})
     told = refused(capsys, run, "--repo_id", "me/x", "--base_model", "me/base", "--dry_run")
-    assert f"{config}: base_model_name_or_path is -1, " in told
+    assert f"{config}: base_model_name_or_path is -1; it must be text" in told
 
 
 def test_an_adapter_whose_base_has_a_name_that_the_hub_does_not_allow(run, capsys):

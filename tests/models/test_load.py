@@ -384,6 +384,29 @@ def test_an_adapter_that_lacks_a_weight_is_not_scored_as_if_it_had_it(adapter_di
         load_for_evaluation(str(weights.parent), ModelSettings())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            {"alora_invocation_tokens": "x"},
+            'alora_invocation_tokens is "x"; it must be a list of token ids, correct it',
+        ),
+        ({"alora_invocation_tokens": [1.5]}, "alora_invocation_tokens is [1.5]; it must be a list of token ids"),
+        ({"alora_invocation_tokens": [10**30]}, "is not the id of a token; correct it"),
+        ({"trainable_token_indices": 3}, "trainable_token_indices is 3; it must be a list of token ids, or one per"),
+        ({"trainable_token_indices": {"embed_tokens": ["x"]}}, "trainable_token_indices is {"),
+        ({"trainable_token_indices": [-1]}, "-1 is not the id of a token"),
+        ({"base_model_name_or_path": -1}, "base_model_name_or_path is -1; it must be text, correct it"),
+        ({"base_model_name_or_path": "\ud800"}, "does not name the base model; set base_model_name_or_path in it"),
+    ],
+)
+def test_an_adapter_whose_description_holds_another_type(adapter_dir, copy_of, wrong, said):
+    folder = copy_of(adapter_dir)
+    edit_json(folder / "adapter_config.json", **wrong)
+    with pytest.raises(ModelError, match=re.escape(said)):
+        load_for_evaluation(str(folder), ModelSettings())
+
+
 def test_an_adapter_of_another_rank(adapter_dir, copy_of):
     folder = copy_of(adapter_dir)
     edit_json(folder / "adapter_config.json", r=7)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 from scu_trainer.errors import NEAR, ModelError, UserError
+from scu_trainer.json_types import misfit
 from scu_trainer.models.loading.possible import require_sane_config
 from scu_trainer.models.loading.safety import code_refusal, needs_code, unpickling_reason
 from scu_trainer.models.published import ADAPTER, PROCESSOR
@@ -71,18 +72,22 @@ def base_of(name: Union[str, Path]) -> str:
     adapter = Path(expanded_name(str(name)))
     if not is_adapter(adapter):
         return str(adapter)
-    config_file = adapter / "adapter_config.json"
-    with as_model_error(str(adapter), "adapter"):
-        config = json.loads(read_regular(config_file))
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    if not base or not isinstance(base, str) or "\0" in base:
-        raise ModelError(f"{config_file} does not name the base model; set base_model_name_or_path in it")
+    base = adapter_config_in(adapter).get("base_model_name_or_path")
+    if not base or "\0" in base or not _is_unicode(base):
+        raise ModelError(
+            f"{adapter / 'adapter_config.json'} does not name the base model; set base_model_name_or_path in it"
+        )
     base = find_base_folder(base, adapter)
     try:
         check_source(base)
     except ModelError as error:
         raise ModelError(f"the adapter {adapter} needs its base model: {error}; {_base_hint(adapter)}") from error
     return expanded_name(base)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether ``text`` has no surrogates, which JSON can hold but no file name."""
+    return text.encode(errors="ignore").decode() == text
 
 
 def _base_hint(adapter: Path) -> str:
@@ -123,19 +128,46 @@ def downloaded_adapter(name: Optional[str], revision: Optional[str] = None) -> O
 def prompt_positions_of(name: str) -> int:
     """Return how many positions an adapter's learned prompt takes; 0 without a prompt, and for a full model."""
     adapter = Path(expanded_name(name))
-    return (_config_value(adapter, "num_virtual_tokens") or 0) if is_adapter(adapter) else 0
+    return (adapter_config_in(adapter).get("num_virtual_tokens") or 0) if is_adapter(adapter) else 0
 
 
-def _config_value(adapter: Path, name: str) -> Any:
+OF_ADAPTER = {
+    "base_model_name_or_path": (Optional[str], "text"),
+    "num_virtual_tokens": (Optional[int], "a whole number"),
+    "trainable_token_indices": (Union[list[int], dict[str, list[int]], None], "a list of token ids, or one per module"),
+    "alora_invocation_tokens": (Optional[list[int]], "a list of token ids"),
+}
+"""Types of the fields of an adapter_config.json that we read, or that peft reads without a check, and their names."""
+
+MOST_TOKENS = 2**24
+"""No vocabulary has more tokens; the largest have a quarter of a million."""
+
+
+def adapter_config_in(adapter: Path) -> dict[str, Any]:
+    """Return the content of the adapter_config.json of a folder. Raises ModelError if it is damaged."""
+    file = adapter / "adapter_config.json"
     with as_model_error(str(adapter), "adapter"):
-        return json.loads(read_regular(adapter / "adapter_config.json")).get(name)
+        config = json.loads(read_regular(file))
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} holds a {type(config).__name__}; it must be what save_pretrained wrote")
+    for name, (kind, words) in OF_ADAPTER.items():
+        if wrong := misfit(config.get(name), kind, name):
+            raise ModelError(f"{file}: {wrong}; it must be {words}, correct it")
+    for token in (*_trained_rows(config), *(config.get("alora_invocation_tokens") or ())):
+        if not 0 <= token < MOST_TOKENS:
+            raise ModelError(f"{file}: {token} is not the id of a token; correct it")
+    return config
+
+
+def _trained_rows(config: dict[str, Any]) -> list[int]:
+    """Return the token ids whose rows of an embedding an adapter trained."""
+    indices = config.get("trainable_token_indices") or []
+    return [row for rows in indices.values() for row in rows] if isinstance(indices, dict) else indices
 
 
 def embedding_rows_of_adapter(adapter: Path) -> int:
     """Return how many rows the embedding needs for the tokens that an adapter trained; 0 if it trained none."""
-    indices = _config_value(adapter, "trainable_token_indices") or {}
-    rows = indices.values() if isinstance(indices, dict) else [indices]
-    return 1 + max((row for rows_of_module in rows for row in rows_of_module), default=-1)
+    return 1 + max(_trained_rows(adapter_config_in(adapter)), default=-1)
 
 
 def with_adapter_as_model(settings: ModelSettings) -> ModelSettings:
