@@ -431,6 +431,22 @@ def test_a_tokenizer_without_end_of_text(model_dir, copy_of):
         load_tokenizer(settings(folder))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"eos_token_id": "</s>"}, r'eos_token_id is "</s>", which cannot be used to generate'),
+        ({"bos_token_id": [1, None]}, r"bos_token_id is \[1, null\], "),
+        ({"pad_token_id": 10**30}, "pad_token_id has 10{30}, "),
+        ({"temperature": "hot"}, 'temperature is "hot", '),
+    ],
+)
+def test_a_generation_config_with_which_no_answer_could_be_generated(model_dir, copy_of, wrong, said):
+    folder = copy_of(model_dir)
+    edit_json(folder / "generation_config.json", **wrong)
+    with pytest.raises(ModelError, match=said):
+        load_model(settings(folder))
+
+
 @pytest.mark.parametrize("wrong", [{"model_max_length": []}, {"unk_token": ""}])
 def test_a_tokenizer_that_loads_but_cannot_be_used(tmp_path, wrong):
     folder = tiny.saved_llama(tmp_path / "model", layers=1)

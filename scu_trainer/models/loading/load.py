@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 from scu_trainer.errors import ModelError
 from scu_trainer.figures import first_few
+from scu_trainer.json_types import first_misfit, misfit
 from scu_trainer.models.loading.adapters import (
     CAUSAL,
     AdapterPlan,
@@ -24,6 +25,7 @@ from scu_trainer.models.loading.causal import require_causal
 from scu_trainer.models.loading.dispatch import FreeMemory, Placement, loading_dtype, place
 from scu_trainer.models.loading.mapped_files import release_mapped_files
 from scu_trainer.models.loading.names import (
+    MOST_TOKENS,
     as_model_error,
     base_of,
     check_source,
@@ -143,10 +145,34 @@ def load_model(
             f"the weights of {name!r} are not those of the causal language model in its config.json: "
             f"{first_few(random, 1)} missing or of another shape; give the folder of a complete causal language model"
         )
+    _require_generation_config(model, name)
     if settings.tuning != "qlora":
         return model
     release_mapped_files()  # the packed weights are copies, so the files are not needed any more
     return prepare_quantized(model)
+
+
+TOKEN = Union[int, list[int], None]
+OF_GENERATION = {
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), TOKEN),
+    **dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"), Optional[float]),
+    "do_sample": Optional[bool],
+}
+"""Types of the fields of a generation_config.json that transformers uses without a check."""
+
+
+def _require_generation_config(model: PreTrainedModel, name: str) -> None:
+    """Raise ModelError for values of another type, with which the first generated answer would fail."""
+    values = {field: getattr(model.generation_config, field, None) for field in OF_GENERATION}
+    wrong = first_misfit(misfit(value, OF_GENERATION[field], field) for field, value in values.items())
+    if wrong is None:
+        tokens = {field: value for field, value in values.items() if OF_GENERATION[field] is TOKEN}
+        named = ((field, token) for field, ids in tokens.items() for token in (ids if isinstance(ids, list) else [ids]))
+        wrong = next((f"{field} has {token}" for field, token in named if token and abs(token) >= MOST_TOKENS), None)
+    if wrong is not None:
+        raise ModelError(
+            f"the generation_config.json of {name!r}: {wrong}, which cannot be used to generate; correct it"
+        )
 
 
 def read_model(
