@@ -138,6 +138,9 @@ def guarded(command: Callable[..., int]) -> Callable[..., int]:
             _say("interrupted")
             return INTERRUPTED
         except Exception as error:
+            if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # pathlib before Python 3.13
+                _say(f"error: {redact(str(error))}: this link leads to itself; give another path")
+                return UserError.exit_code
             if sys.flags.optimize < 2:
                 raise
             _say(f"error: {type(error).__name__}: {redact(str(error))} {NO_DOCSTRINGS}")

@@ -176,3 +176,12 @@ sys.exit(guarded(lambda _: {printing} or 3)([]))
         words = [sys.executable, "-c", program]
         done = subprocess.run(words, stdout=gone, stderr=subprocess.PIPE, env=environment, check=False)
     assert (done.returncode, done.stderr) == (code, b"")
+
+
+@pytest.mark.parametrize("words", [["push", "LOOP", "--repo_id", "me/x", "--dry_run"], ["eval", "LOOP"]])
+def test_a_link_that_leads_to_itself_is_one_line(words, tmp_path, capsys):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert main([str(loop) if word == "LOOP" else word for word in words]) == 2
+    told = capsys.readouterr().err
+    assert "this link leads to itself; give another path" in told and str(loop) in told
