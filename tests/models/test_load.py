@@ -431,6 +431,16 @@ def test_a_tokenizer_without_end_of_text(model_dir, copy_of):
         load_tokenizer(settings(folder))
 
 
+def test_layers_that_the_configuration_does_not_count_are_named(model_dir, copy_of, caplog):
+    folder = copy_of(model_dir)
+    edit_json(folder / "config.json", num_hidden_layers=1)
+    with caplog.at_level(logging.WARNING, "scu_trainer"):
+        load_model(settings(model_dir))
+        assert not caplog.text
+        load_model(settings(folder))
+    assert "9 weights in its files are left out (model.layers.1.input_layernorm.weight, " in caplog.text
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

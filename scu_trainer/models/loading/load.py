@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+
+logger = logging.getLogger("scu_trainer")
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -187,7 +190,8 @@ def read_model(
     **more: Any,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and the names of the weights that are missing from its files or have another shape there.
-    transformers initializes those weights at random. ``kind`` is the model class or Auto class, ``packing`` says how to
+    transformers initializes those weights at random. Warns about weights in the files that the model does not have.
+    ``kind`` is the model class or Auto class, ``packing`` says how to
     pack weights into 4 or 8 bits on ``device``, and ``more`` holds further arguments of ``from_pretrained``."""
     folder = None if placement is None else placement.private_folder()
     given = {} if packing is None else {"quantization_config": packing}
@@ -206,6 +210,13 @@ def read_model(
         **more,
     )
     model.offload_folder = folder  # keeps the folder until the model is freed
+    unused = sorted(report["unexpected_keys"])
+    if unused and not stored_quantization(config):
+        logger.warning(
+            "%s: %d weights in its files are left out (%s), because the model that its config.json describes does not "
+            "have them; if it should, correct config.json",
+            name, len(unused), first_few(unused),
+        )  # fmt: skip
     is_unpacked = stored_quantization(config) and not getattr(model, "is_quantized", False)
     if settings.tuning != "qlora" and is_unpacked and not isinstance(dtype, str):
         cast_bfloat16_weights(model, dtype)
