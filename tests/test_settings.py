@@ -32,6 +32,7 @@ REFUSED = [
     ),
     (SCU, {"measure": "factor"}, r"did you mean 'factors'"),
     (ModelSettings, {"init_lora_weights": [None]}, r"init_lora_weights is \[None\]; it must be text"),
+    (DATA, {"dataset": {"a": 1}}, r"dataset is {'a': 1}; it must be text"),
     (ModelSettings, {"new_tokens": ["<a>", 1]}, r"new_tokens has 1, which must be text"),
     (SCU, {"prior": "one"}, r"allowed: init, zero"),
     (SCU, {"schedule": "cosin"}, r"did you mean 'cosine'"),

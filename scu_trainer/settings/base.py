@@ -100,7 +100,8 @@ def _check_types(settings, prefix: str = "") -> None:
     hints = field_types_of(settings.__class__)
     for item in fields(settings):
         value, kinds = getattr(settings, item.name), {*_union_members(hints[item.name])}
-        if len(kinds - {type(None)}) > 1 or (value is None and type(None) in kinds):
+        is_mixture = item.name == "dataset" and isinstance(value, list)  # HfArgumentParser must take it for text
+        if len(kinds - {type(None)}) > 1 or (value is None and type(None) in kinds) or is_mixture:
             continue
         (kind,) = kinds - {type(None)}
         _check_type(value, get_origin(kind) or kind, f"{prefix}{item.name} is {short(value)}; it must be")
