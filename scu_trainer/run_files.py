@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, BinaryIO, Optional, Union
 
 from scu_trainer.errors import StorageError
 from scu_trainer.secrets import redact
@@ -147,13 +147,20 @@ def read_status(path: AnyPath) -> dict[str, Any]:
     return found
 
 
+def open_regular(path: AnyPath) -> BinaryIO:
+    """Open a file for reading. Raises OSError for a pipe or a device, which may have no end."""
+    file = open(path, "rb", opener=_open_nonblocking)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+    return file
+
+
 def read_regular(path: AnyPath, most_bytes: Optional[int] = None) -> bytes:
     """Return the content of a file. Raises OSError for a pipe or a device, which may have no end, and for a file larger
     than ``most_bytes``."""
-    with open(path, "rb", opener=_open_nonblocking) as file:
+    with open_regular(path) as file:
         state = os.fstat(file.fileno())
-        if not stat.S_ISREG(state.st_mode):
-            raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
         if most_bytes is not None and state.st_size > most_bytes:
             raise OSError(
                 errno.EFBIG,

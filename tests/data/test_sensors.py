@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 
 import numpy
@@ -860,3 +861,9 @@ def test_a_changed_byte_in_the_header_of_an_array_is_a_bad_recording(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"), }", b"), ("))
     with pytest.raises(BadSample, match="not a readable"):
         read_arrays(path, ["kinematics"])
+
+
+def test_a_pipe_in_the_place_of_a_recording_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.npz")
+    with pytest.raises(BadSample, match="it is a pipe or a device, not a file"):
+        read_arrays(tmp_path / "a.npz", ["visible"])

@@ -57,6 +57,7 @@ import numpy
 
 from scu_trainer.data.records import BadSample
 from scu_trainer.errors import DataError
+from scu_trainer.run_files import open_regular
 from scu_trainer.settings.sensors import BRANCHES
 
 MANIFEST = "manifest.jsonl"
@@ -133,7 +134,7 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, numpy.ndarray]:
     Celsius. Raises BadSample, which does not name the file."""
     try:
         # Opened here, because numpy leaves its own file open if the archive is damaged.
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             _require_numpy(file)
             archive = numpy.load(file, allow_pickle=False)
             arrays = _select(archive, names)
