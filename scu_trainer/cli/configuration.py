@@ -7,12 +7,15 @@ flags in front of the typed ones, so both pass the same checks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import os
+import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Optional, TypeVar
 
 import yaml
 
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 
     from scu_trainer.train.job.job import Job
 
+T = TypeVar("T")
+
 STOCK_REFUSALS = (ValueError, ImportError, TypeError, KeyError, AttributeError, OverflowError, OSError, RecursionError)
 """What TrainingArguments raises for bad values: it checks some of them, and others fail somewhere inside it."""
 
@@ -69,6 +74,41 @@ TRAINING_DEFAULTS = {
 }
 
 
+@contextlib.contextmanager
+def naming_file(config: str | None, flags: Sequence[str]) -> Iterator[None]:
+    """Add to an error about settings which of those that it names are set in the file ``config``."""
+    try:
+        yield
+    except (SettingsError, RequirementError) as error:
+        names = [] if config is None or config in str(error) else _named_in_file(str(error), config, flags)
+        if not names:
+            raise
+        are = "is" if len(names) == 1 else "are"
+        raise type(error)(f"{error} ({' and '.join(names)} {are} set in {config})") from error
+
+
+def _naming_file(read: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of a file and flags with ``naming_file``."""
+
+    @functools.wraps(read)
+    def named(config: str | None, flags: Sequence[str], *args: Any, **options: Any) -> T:
+        with naming_file(config, flags):
+            return read(config, flags, *args, **options)
+
+    return named
+
+
+def _named_in_file(message: str, config: str, flags: Sequence[str]) -> list[str]:
+    """Return the settings of a file, not overridden by ``flags``, that ``message`` names. Some are words of English, as
+    task and seed; those count only where a value follows."""
+    known = known_names()
+    in_file = {*entries_by_our_names(config, known).entries} - {*given_names(translated(flags, known)[0], known)}
+    found = re.finditer(r"(\w+)(:| is | has )?", message)
+    named = (match[1] for match in found if match[1] in in_file and ("_" in match[1] or match[2]))
+    return list(dict.fromkeys(named))
+
+
+@_naming_file
 def read_job(config: str | None, flags: Sequence[str], planned_for: Optional[DeviceFacts] = None) -> Job:
     """Return the job that a file and flags describe. ``planned_for``: choose the number format for this device instead
     of this machine's. Raises SettingsError."""
@@ -117,6 +157,7 @@ def _stock_error_message(error: Exception) -> str:
     return f"transformers.TrainingArguments does not accept these settings: {type(error).__name__}: {text}"
 
 
+@_naming_file
 def read_values(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     """Return the values of all fields by name, given or default, without checking that they fit together or that this
     machine supports them. Raises SettingsError for unknown names and wrong types."""
@@ -134,6 +175,7 @@ def typed_entries(config: str | None, flags: Sequence[str]) -> dict[str, Any]:
     }
 
 
+@_naming_file
 def check_early(config: str | None, flags: Sequence[str]) -> None:
     """Check all names, and the values of our own fields, before torch is imported. ``flags``: as the user typed them,
     so none may be given twice. Raises SettingsError."""
@@ -188,6 +230,7 @@ def _check_typed(parser: HfArgumentParser, typed: Mapping[str, Any]) -> None:
         check_values(kind, typed, ALLOWED)
 
 
+@_naming_file
 def read_data(config: str | None, flags: Sequence[str]) -> tuple[str, ModelSettings, DataSettings]:
     """Return the task, model settings and data settings of a job without importing torch; fields of TrainingArguments
     are not checked. Raises SettingsError."""

@@ -50,7 +50,8 @@ def _main(argv: list[str]) -> int:
             return 0
         if job.task.seeds and not (modes.preflight_only or modes.test_run):
             return _train_seeds(modes.config, flags, job.task.seeds)
-        return _train(job, log, modes, flags)
+        with configuration.naming_file(modes.config, flags):
+            return _train(job, log, modes, flags)
 
 
 def _train_seeds(config: Optional[str], flags: Sequence[str], seeds: Sequence[int]) -> int:

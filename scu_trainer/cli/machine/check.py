@@ -32,7 +32,8 @@ def check_recipe(config: Optional[str], flags: Sequence[str]) -> int:
         print(render(findings))
         if not all_required_met(findings):
             return 2
-        configuration.read_job(config, flags).check()
+        with configuration.naming_file(config, flags):
+            configuration.read_job(config, flags).check()
     return 0
 
 

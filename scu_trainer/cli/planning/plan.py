@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from scu_trainer.cli.configuration import read_job, read_values, typed_entries
+from scu_trainer.cli.configuration import naming_file, read_job, read_values, typed_entries
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, preserved_environment
 from scu_trainer.cli.names.translation import as_flags, without
@@ -151,7 +151,8 @@ def _target_of(options: argparse.Namespace, flags: Sequence[str]) -> PlanTarget:
 
 def _job_to_plan(config: Optional[str], flags: Sequence[str], target: PlanTarget) -> Job:
     job = read_job(config, flags, None if target.is_here else target.facts)
-    job.check_machine_independent()
+    with naming_file(config, flags):
+        job.check_machine_independent()
     if job.data.streaming and job.kind.name != "text-generation":
         raise SettingsError("the rows of a stream are not known in advance; set streaming: false to plan")
     return job
