@@ -247,6 +247,19 @@ def test_answers_to_something_else_are_kept(folder, prompts, tmp_path, capsys):
     assert (tmp_path / "mine.jsonl").read_text() == "mine\n"
 
 
+def test_lines_that_are_not_its_answers_are_not_counted_as_answers(folder, prompts, tmp_path, capsys):
+    output = tmp_path / "a.jsonl"
+    assert run(*generate(folder, prompts, output)) == 0
+    lines = output.read_text().splitlines(keepends=True)
+    for wrong in ([*lines[:1], "x\n", *lines[2:]], lines[1:], [*lines, "{}\n"], ["[]\n"]):
+        output.write_text("".join(wrong))
+        capsys.readouterr()
+        assert run(*generate(folder, prompts, output)) == 2
+        told = capsys.readouterr().err
+        assert "is not the answer to prompt" in told and "--overwrite" in told
+        assert output.read_text() == "".join(wrong)
+
+
 def test_a_length_that_nobody_asked_for_gives_way_to_a_short_model(folder, prompts, tmp_path, capsys):
     words = ["generate", folder, "--prompts", prompts, "--output", tmp_path / "a.jsonl", "--dtype", "float32"]
     assert run(*words) == 0

@@ -154,7 +154,8 @@ class AnswersFile:
         return self._whole_lines()
 
     def _whole_lines(self) -> int:
-        """Return the number of complete lines, after cutting off a last line that a kill left incomplete."""
+        """Return the number of complete lines, after cutting off a last line that a kill left incomplete.
+        Raises SettingsError for a line that is not the answer of its row."""
         content = self.path.read_bytes()
         complete = content[: content.rfind(b"\n") + 1]
         if len(complete) < len(content):
@@ -162,6 +163,12 @@ class AnswersFile:
             with open(self.path, "r+b") as file:
                 file.truncate(len(complete))
         count = complete.count(b"\n")
+        for number, line in enumerate(complete.split(b"\n")[:-1]):
+            if number >= self.request["rows"] or not _is_answer(line, number):
+                raise SettingsError(
+                    f"{self.path} line {number + 1} is not the answer to prompt {number + 1} of "
+                    f"{self.request['rows']}; give another --output, or --overwrite"
+                )
         if count:
             self.lines.append(f"{self.path}: continuing after {count} answers")
         return count
@@ -183,6 +190,15 @@ class AnswersFile:
             raise StorageError(
                 f"cannot write {self.path}: {error.strerror}; run the same command to continue"
             ) from error
+
+
+def _is_answer(line: bytes, number: int) -> bool:
+    """Whether a line of the file is what ``AnswersFile.add`` wrote for this row."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and row.get("index") == number and isinstance(row.get("answer"), str)
 
 
 def _changes(stored: dict[str, Any], current: dict[str, Any]) -> str:
