@@ -367,6 +367,20 @@ def test_accuracy_of_one_run_names_it(tmp_path, capsys):
     assert [one["run"] for one in json.loads(capsys.readouterr().out)["compared"]] == ["mine"]
 
 
+@pytest.mark.parametrize(
+    ("estimate", "said"),
+    [
+        (5, "memory_estimate is 5, which no run writes"),
+        ({"predicted_peak_bytes": "1 GiB", "measured_peak_bytes": 100}, 'predicted_peak_bytes is "1 GiB", '),
+    ],
+)
+def test_accuracy_of_a_damaged_run_names_file_and_field(tmp_path, capsys, estimate, said):
+    written(tmp_path, "run", estimate)
+    assert plan.main(["--accuracy", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert said in told and str(tmp_path / "run" / "scu_metrics.json") in told
+
+
 def test_accuracy_of_no_runs(tmp_path, capsys):
     assert plan.main(["--accuracy", str(tmp_path)]) == 0
     assert "no run in" in capsys.readouterr().out

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Optional
 
 from scu_trainer.cli.main import figures_table
 from scu_trainer.cli.planning.screen import rendered
 from scu_trainer.errors import StorageError
 from scu_trainer.figures import count_text
+from scu_trainer.json_types import first_misfit, misfit
 from scu_trainer.report.files import METRICS_FILE
 from scu_trainer.run_files import format_bytes, read_object
+
+PEAKS = ("predicted_peak_bytes", "measured_peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,12 @@ def compared(metrics: list[Path], folder: Path) -> Iterator[PeakComparison]:
     """Yield the runs that have both figures."""
     for path in metrics:
         estimate = read_object(path).get("memory_estimate") or {}
-        predicted, measured = estimate.get("predicted_peak_bytes"), estimate.get("measured_peak_bytes")
+        wrong = misfit(estimate, dict, "memory_estimate") or first_misfit(
+            misfit(estimate.get(name), Optional[int], f"memory_estimate.{name}") for name in PEAKS
+        )
+        if wrong is not None:
+            raise StorageError(f"{path}: {wrong}, which no run writes; move it away")
+        predicted, measured = (estimate.get(name) for name in PEAKS)
         if predicted and measured:
             run_path = path.parent.relative_to(folder)
             name = folder.resolve().name if run_path == Path() else str(run_path)  # ``folder`` may be a run
