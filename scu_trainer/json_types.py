@@ -26,6 +26,8 @@ def misfit(value: Any, hint: Any, name: str, null_is_nan: bool = True) -> Option
     if hint is Any:
         return None
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return None
     if origin in (typing.Union, types.UnionType):
         fits = any(inside(value, part, name) is None for part in parts)
         return None if fits else _as_line(name, value)

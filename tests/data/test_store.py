@@ -12,7 +12,8 @@ import pyarrow
 import pytest
 
 from scu_trainer.data import default_cache_dir
-from scu_trainer.data.store import build_once, digest_of, open_arrow, write_arrow
+from scu_trainer.data.statistics import DataStatistics
+from scu_trainer.data.store import build_once, digest_of, open_arrow, read_statistics, write_arrow, write_statistics
 from scu_trainer.errors import StorageError
 
 KILLED = """
@@ -107,6 +108,12 @@ def test_a_damaged_file_says_which_folder_to_delete(tmp_path):
     (tmp_path / "rows.arrow").write_bytes(b"torn")
     with pytest.raises(StorageError, match=f"{tmp_path} cannot be read"):
         open_arrow(tmp_path / "rows.arrow")
+
+
+def test_statistics_of_a_mixture_read_back_as_they_were(tmp_path):
+    statistics = DataStatistics(sources=[{"name": "a", "weight": 0.5, "rows": 3, "lines": ["one"]}])
+    write_statistics(tmp_path, statistics)
+    assert read_statistics(tmp_path, DataStatistics) == statistics
 
 
 def test_digest_depends_on_every_part():
