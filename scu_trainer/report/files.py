@@ -220,6 +220,7 @@ METRICS: Row = {
     "best_held_out": {"step": NUMBER, "bpt": NUMBER, "accuracy": NUMBER},
     "costs": {"peak_bytes": NUMBER},
     "memory": {"peak_bytes": NUMBER, "out_of_memory": NUMBER},
+    "memory_estimate": {"predicted_peak_bytes": NUMBER, "measured_peak_bytes": NUMBER, "reason": str},
     "bad_numbers": {"skipped_steps": NUMBER, "skipped": [{}]},
     "regularization": {"overhead_fraction": NUMBER, "final_lambda": NUMBER, "verdict": str, "notices": [str]},
     "curriculum": {"notices": [str]},

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.run_files import read_object_or_none, read_regular
+from scu_trainer.run_files import read_object_or_none
 from scu_trainer.runs.store import Run
 
 TAIL_BYTES = 16_384

@@ -119,6 +119,15 @@ def test_the_page_of_a_run_has_its_curves_memory_and_notices(site, root):
     assert "<h1>one</h1>" in site.ask("/run/one/report").text
 
 
+@pytest.mark.parametrize("estimate", [5, {"predicted_peak_bytes": "1 GiB", "measured_peak_bytes": 100}])
+def test_a_memory_estimate_that_somebody_has_edited_is_named_and_left_out(site, root, estimate):
+    folder = make_run(root / "one")
+    metrics = json.loads((folder / "scu_metrics.json").read_text())
+    write_json(folder / "scu_metrics.json", {**metrics, "memory_estimate": estimate})
+    text = site.ask("/run/one").text
+    assert "as its memory_estimate" in text and "which no run writes; it is left out" in text
+
+
 def test_before_its_end_a_run_shows_the_plan_that_it_said(site, root):
     folder = make_run(root / "one", status="failed")
     (folder / "logs").mkdir()
