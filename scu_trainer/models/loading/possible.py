@@ -28,12 +28,14 @@ MOST_FILE_BYTES = 2**24
 
 _COUNT_NAME = re.compile(r"layer|expert|block|depth|stage|branch")
 _NOT_A_COUNT = re.compile(r"_(size|dim|id|index|freq|eps|every|interval|period)s?$")
+_NUMBER_OF_LAYERS = re.compile(r"^(num_hidden_layers|num_layers|n_layers?)$")
 WEIGHTS_PER_SIZE = 64
 """No layer of a model has more weights than this many times the square of the largest number in its configuration."""
 
 
 def require_sane_config(config_file: Path, what: str = "model") -> None:
-    """Raise ModelError if a config.json is not a JSON object, or holds a number beyond MOST_PARTS or MOST. ``what`` is
+    """Raise ModelError if a config.json is not a JSON object, or holds a number beyond MOST_PARTS or MOST, or a
+    negative number of layers. ``what`` is
     what is loaded, for the message."""
     cannot = f"cannot load the {what} of {str(config_file.parent)!r}"
     try:
@@ -51,6 +53,8 @@ def require_sane_config(config_file: Path, what: str = "model") -> None:
         most = MOST_PARTS if _COUNT_NAME.search(name) and not _NOT_A_COUNT.search(name) else MOST
         if abs(value) > most:
             raise ModelError(f"{config_file}: {name} is {_shown(value)}; it must be {most:,} or less, correct it")
+        if value < 0 and _NUMBER_OF_LAYERS.search(name):  # transformers would build a model without layers
+            raise ModelError(f"{config_file}: {name} is {value}; it must be 0 or more, correct it")
 
 
 def _numbers(config: Any) -> Iterator[tuple[str, int]]:
