@@ -16,8 +16,8 @@ from scu_trainer.settings.tasks import TEXT
 IMAGES = "image-classification"
 
 MERGE_FILE, EXPORT_FILE, PRUNE_FILE = "merge.json", "scu_export.json", "prune.json"
-MADE_FILES = (MERGE_FILE, EXPORT_FILE, PRUNE_FILE)
-"""Files that describe how weights next to them were made from those of a run."""
+MADE_FILES = {MERGE_FILE: "merge", EXPORT_FILE: "export", PRUNE_FILE: "prune"}
+"""Files that describe how weights next to them were made from those of a run, each with the command that writes it."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ def facts_of(path: Path, merge: Optional[dict[str, Any]] = None) -> tuple[RunFac
 def read_made_file(folder: Path) -> dict[str, Any]:
     """Return what merge, export or prune wrote next to weights; {} if nothing, or if it is of another program. Raises
     StorageError for a damaged file."""
-    contents = {name: _content(folder, name) for name in MADE_FILES}
-    for name, made in contents.items():
+    for name, command in MADE_FILES.items():
+        made = _content(folder, name)
         if made.get("format") == 1 and {"adapter", "source"} & {*made}:
             given = [misfit(made[field], kind, field) for field, kind in MADE_TYPES.items() if field in made]
             if wrong := first_misfit(given):
-                raise StorageError(f"{folder / name}: {wrong}, which nothing writes there; make these weights again")
+                raise StorageError(f"{folder / name}: {wrong}, which nothing writes there; {command} it again")
             return made
     return {}
 
