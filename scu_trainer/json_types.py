@@ -23,8 +23,6 @@ def misfit(value: Any, hint: Any, name: str, null_is_nan: bool = True) -> Option
     def inside(value: Any, hint: Any, name: str) -> Optional[str]:
         return misfit(value, hint, name, null_is_nan)
 
-    if hint is Any:
-        return None
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return None
