@@ -446,6 +446,8 @@ def test_pairs_are_never_cut_apart(tmp_path, name):
     reason = r"could not be cut: .*fails on few or shorter rows \(ValueError: .*Lower per_device_train_batch"
     with pytest.raises(OutOfMemory, match=f"{together}.*{reason}"):
         trained(name, tmp_path, memory=MemorySettings(), callbacks=[AlwaysFails()])
+    (row,) = read_rows(tmp_path / "memory_history.json")
+    assert row["reason"].startswith("out of memory at 8 rows") and "retrying it unchanged" in row["reason"]
 
 
 @pytest.mark.parametrize("name", ["DPO", "Reward"])

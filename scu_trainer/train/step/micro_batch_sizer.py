@@ -440,11 +440,13 @@ class MicroBatchSizer:
         self.local_failures += 1
         self._learning_until = self.statistics.windows + LEARNING_WINDOWS
         self.statistics.failed_tokens += micro_batch.tokens
-        if not self._window.can_pool and micro_batch not in self._retried:
+        is_whole = not self._window.can_pool or self._window.uncuttable is not None
+        if is_whole and micro_batch not in self._retried:
             # Parts would give another gradient, so first retry it unchanged, now that memory has been freed.
             self._retried.add(micro_batch)
-            message = "step %d: out of memory at %s%s; retrying it unchanged, after freeing memory"
-            logger.warning(message, self.step, self._size(micro_batch), wanted)
+            reason = f"out of memory at {self._size(micro_batch)}{wanted}; retrying it unchanged, after freeing memory"
+            self._write_row(reason, reading, "critical", micro_batch.tokens)
+            logger.warning("step %d: %s", self.step, reason)
             return [micro_batch]
         floor, used_bytes = min(self._floor, micro_batch.tokens), self._base.used_bytes
         self.state = control.after_oom(
@@ -512,8 +514,20 @@ class MicroBatchSizer:
         tokens = self._cap if tokens is None else tokens
         if not self._window.can_pool:
             reason = f"{reason}; rows affect each other, so the parts do not give the gradient of the whole batch"
-        rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
         self.statistics.changes += 1
+        rows_per_chunk = self._write_row(reason, reading, pressure, tokens)
+        logger.warning(
+            "step %d: micro-batches of at most %s from now on: %s; the optimizer still sees %d rows of this device per "
+            "step",
+            self.step,
+            f"{tokens} tokens ({rows_per_chunk} of the longest rows)" if self.has_length else count_text(tokens, "row"),
+            reason,
+            sum(batch.rows for batch in self._window.batches),
+        )
+
+    def _write_row(self, reason: str, reading: MemoryReading, pressure: str, tokens: int) -> int:
+        """Write a row of the history, and return how many of the longest rows are in a micro-batch of ``tokens``."""
+        rows_per_chunk = max(1, tokens // max(1, self._window.longest_row))
         self.on_row(
             {
                 "step": self.step,
@@ -526,14 +540,7 @@ class MicroBatchSizer:
                 "reason": reason,
             }
         )
-        logger.warning(
-            "step %d: micro-batches of at most %s from now on: %s; the optimizer still sees %d rows of this device per "
-            "step",
-            self.step,
-            f"{tokens} tokens ({rows_per_chunk} of the longest rows)" if self.has_length else count_text(tokens, "row"),
-            reason,
-            sum(batch.rows for batch in self._window.batches),
-        )
+        return rows_per_chunk
 
     def _warn_about_whole_batches(self, reason: str, uncuttable: str) -> None:
         """Warn, once per reason why batches run whole, that memory is short."""
