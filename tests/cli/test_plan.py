@@ -9,7 +9,7 @@ import shlex
 import psutil
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, MixtralConfig, T5Config
+from transformers import BambaConfig, BertConfig, BertForMaskedLM, DiffLlamaConfig, LlamaConfig, T5Config
 
 from scu_trainer.cli import train
 from scu_trainer.cli.configuration import read_job
@@ -214,7 +214,7 @@ def test_mistakes_end_with_2(words, message, capsys):
 
 REFUSED = {
     "encoder-decoder": (T5Config(d_model=16, num_layers=1, num_heads=2), "cannot load the model"),
-    "router": (MixtralConfig(**{**LLAMA, "num_local_experts": 4}), "cannot be predicted, because its code"),
+    "without attention": (BambaConfig(**LLAMA), "cannot be predicted, because its code"),
     "gptq": (
         LlamaConfig(**LLAMA, quantization_config={"quant_method": "gptq"}),
         "stored quantized (gptq), but a plan reads no weights; scu-trainer train --tuning lora says before",
@@ -228,6 +228,11 @@ def test_models_that_cannot_be_planned_say_why(name, tmp_path, capsys):
     assert plan.main(words_of(saved(tmp_path, config), "--gpu", "t4", "--tuning", "full")) == 2
     shown = capsys.readouterr()
     assert message in shown.err and "Traceback" not in shown.err and not shown.out
+
+
+def test_a_model_whose_code_makes_constants_is_planned(tmp_path, capsys):
+    made = planned(capsys, *words_of(saved(tmp_path, DiffLlamaConfig(**LLAMA)), "--gpu", "t4", "--tuning", "full"))
+    assert made["choices"][0]["fits"]
 
 
 def test_other_quantizations_are_refused_for_qlora_too(tmp_path, capsys):

@@ -161,7 +161,8 @@ class FromConfiguration:
         return self._made(replace(choice, optim="", offload=False), tuple(layers))
 
     def _make_step(self, choice: SettingChoice, layers: Sequence[int]) -> EstimatedStep:
-        job, mode, half = with_choice(self.job, choice), FakeTensorMode(), HALVES[choice.mixed_precision]
+        job, half = with_choice(self.job, choice), HALVES[choice.mixed_precision]
+        mode = FakeTensorMode(allow_non_fake_inputs=True)  # the code of some models makes tensors of constants
         model = model_from_configuration(
             with_layers(self.config, layers),
             job.model,
