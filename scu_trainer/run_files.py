@@ -187,19 +187,22 @@ def _open_nonblocking(path: AnyPath, flags: int) -> int:
 def read_rows(path: AnyPath) -> list[Row]:
     """Return all complete rows of a history file, even if it is torn or being written. Never changes the file.
 
-    Raises StorageError if the file is missing or does not hold an array of objects.
+    Warns about damaged rows. Raises StorageError if the file is missing or does not hold an array of objects.
     """
     with _as_storage_error(Path(path), "read"):
         content = read_regular(path)
-    return _parse_rows(content, Path(path))[0]
+    rows, torn_bytes = _parse_rows(content, Path(path))
+    if torn_bytes and content.rstrip().endswith(_CLOSING.strip()):  # a row that is being written has none after it
+        logger.warning("%s holds damaged rows (%d bytes), which are left out", path, torn_bytes)
+    return rows
 
 
 class History:
     """A file with rows of a run as a JSON array, one row per line, for one writer and any number of readers.
 
     An append is one ``pwrite`` over the closing bracket, so a killed writer leaves a valid array. Only a crash of the
-    machine can leave a torn last row. Opening the file keeps all complete rows and cuts off the rest. ``torn_bytes`` is
-    the number of bytes that were cut off, for the caller to report.
+    machine can leave a torn last row. Opening the file keeps all complete rows and takes out the rest, with a warning.
+    ``torn_bytes`` is the number of bytes that were taken out.
     """
 
     def __init__(self, path: AnyPath) -> None:
@@ -207,6 +210,8 @@ class History:
         self._descriptor = -1
         content = self._open()
         rows, self.torn_bytes = _parse_rows(content, self.path)
+        if self.torn_bytes:
+            logger.warning("%s held torn or damaged rows (%d bytes), which are taken out", self.path, self.torn_bytes)
         if content == _array_json(rows):
             self._row_count, self._closing_offset = len(rows), len(content) - len(_CLOSING)
         else:
@@ -382,23 +387,27 @@ def _plain(value: Any, exact: bool = False) -> Any:
 
 
 def _parse_rows(content: bytes, path: Path) -> tuple[list[Row], int]:
-    """Return the complete rows at the start of ``content``, and the number of bytes of a torn row after them."""
+    """Return the complete rows in ``content``, and the number of bytes of torn or damaged ones."""
     text = content.decode(errors="replace")
     if text and not text.startswith("["):
         raise StorageError(f"{path} does not hold a JSON array, so it is not a history; move it away")
     rows: list[Row] = []
+    torn_bytes = 0
     position = _BETWEEN_ROWS.match(text, 1).end() if text else 0
     while text.startswith("{", position):
         try:
             row, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError):  # also of a number with too many digits, which is no JSONDecodeError
-            return rows, len(text[position:].encode())
+            next_row = text.find("\n{", position) + 1 or len(text)
+            torn_bytes += len(text[position:next_row].encode())
+            position = next_row
+            continue
         rows.append(row)
         position = _BETWEEN_ROWS.match(text, end).end()
     rest = text[position:].strip()
     if rest not in ("", "]"):
         raise StorageError(f"{path} holds {rest[:20]!r} after {len(rows)} rows, so it is not a history; move it away")
-    return rows, 0
+    return rows, torn_bytes
 
 
 def _replace(path: Path, content: bytes) -> None:

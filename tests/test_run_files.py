@@ -104,6 +104,21 @@ def test_every_truncation_keeps_the_complete_rows(tmp_path):
     assert seen_counts == {0, 1, 2, 3}
 
 
+def test_a_damaged_row_takes_no_other_with_it(tmp_path, caplog):
+    path = tmp_path / "rows.json"
+    rows = [{"step": step} for step in range(4)]
+    with History(path) as history:
+        history.append_many(rows)
+    path.write_bytes(path.read_bytes().replace(b'{"step": 1', b'{"step\xff" 1'))
+    assert read_rows(path) == [rows[0], *rows[2:]]
+    assert "rows.json holds damaged rows (1" in caplog.text
+    with History(path) as history:
+        history.append({"step": 4})
+    assert "rows.json held torn or damaged rows (1" in caplog.text
+    caplog.clear()
+    assert read_rows(path) == [rows[0], *rows[2:], {"step": 4}] == read_json(path) and not caplog.text
+
+
 def test_torn_bytes_are_counted(tmp_path):
     path = tmp_path / "history.json"
     path.write_bytes(b'[\n{"step": 1},\n{"step"')
