@@ -212,3 +212,8 @@ def test_the_page_says_everything_and_bars_in_words_do_not_break_its_table(folde
     assert "a \\| b c" in page and "## Arms" in page and "`scu: false`" in page
     lines = [line for line in page.splitlines() if line.startswith("| model | 2/3")]
     assert len(lines) == 1 and lines[0].count("|") == 8
+
+
+def test_the_page_of_one_arm_compares_nothing(folder):
+    page = text.document(record(described(("none",)), [state("none", seed) for seed in SEEDS], folder))
+    assert "1 arm, seeds" in page and "| arm | verdict |" not in page

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
-from scu_trainer.figures import NONE, in_percent
+from scu_trainer.figures import NONE, count_text, in_percent
 from scu_trainer.report.comparison.report import data_unit
 from scu_trainer.report.comparison.statistics import percent
 from scu_trainer.settings.base import as_typed
@@ -95,7 +95,7 @@ def cost_line(record: Record) -> Optional[str]:
 def budget_line(record: Record) -> str:
     is_known = any(run["status"] == "finished" for run in record["runs"])
     seeds = " ".join(map(str, record["seeds"]))
-    parts = [f"{len(record['arms'])} arms", f"seed{'s' if len(record['seeds']) > 1 else ''} {seeds}"]
+    parts = [count_text(len(record["arms"]), "arm"), f"seed{'s' if len(record['seeds']) > 1 else ''} {seeds}"]
     for key, what in (("steps", "steps"), ("tokens", f"{data_unit(record)}s")):
         value = record["budget"][key]
         unknown = f"{what} by seed in the notes" if is_known else f"{what} not known yet"
@@ -119,6 +119,7 @@ def _cell(text: str) -> str:
 def document(record: Record) -> str:
     """Return the text of comparison.md."""
     arms = [(arm["name"], arm["what"], _settings(arm["settings"])) for arm in record["arms"]]
+    verdicts_of_arms = verdicts(record)
     parts = [
         "# Controllers compared",
         f"`{record['command']}`",
@@ -126,7 +127,7 @@ def document(record: Record) -> str:
         record["verdict"],
         markdown_table(record),
         legend(record),
-        markdown(("arm", "verdict"), verdicts(record)),
+        *([markdown(("arm", "verdict"), verdicts_of_arms)] if verdicts_of_arms else []),
         "\n".join(f"- {note}" for note in record["notes"]),
         "## Arms",
         markdown(("arm", "what", "sets"), arms),
