@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Optional
 
-from scu_trainer.run_files import read_object_or_none
+from scu_trainer.run_files import open_regular, read_object_or_none
 from scu_trainer.runs.store import Run
 
 TAIL_BYTES = 16_384
@@ -94,11 +94,10 @@ def seconds(moment: Any) -> Optional[float]:
 
 
 def tail(path: Path, size_bytes: int = TAIL_BYTES, end_bytes: Optional[int] = None) -> str:
-    """Return the last ``size_bytes`` of a text file, or of its first ``end_bytes``; "" if it is missing or no file."""
-    if not path.is_file():  # opening a pipe would wait for a writer
-        return ""
+    """Return the last ``size_bytes`` of a text file, or of its first ``end_bytes``; "" if the file is missing. Raises
+    OSError for a folder or a pipe."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             end_bytes = os.fstat(file.fileno()).st_size if end_bytes is None else end_bytes
             file.seek(max(0, end_bytes - size_bytes))
             return file.read(min(size_bytes, end_bytes)).decode(errors="replace")
