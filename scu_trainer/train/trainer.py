@@ -566,11 +566,11 @@ class SCUTrainer(Trainer):
         if self.checkpoints.last_is_better():
             self.state.best_model_checkpoint = None  # tells callbacks that the weights are those of the last step
         else:
-            with renamed_weights_loaded(self, Path(self.state.best_model_checkpoint), self.model):
+            with renamed_weights_loaded(self, self.state.best_model_checkpoint, self.model):
                 super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with renamed_weights_loaded(self, Path(resume_from_checkpoint), self.model if model is None else model):
+        with renamed_weights_loaded(self, resume_from_checkpoint, self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def before_save(self) -> None:

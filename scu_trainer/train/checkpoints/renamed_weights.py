@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ logger = logging.getLogger("scu_trainer")
 
 
 @contextlib.contextmanager
-def renamed_weights_loaded(trainer: Any, checkpoint: Path, model: nn.Module) -> Iterator[None]:
-    """On exit, load into ``model`` what the stock Trainer has left out when it loaded ``checkpoint`` inside. With every
-    loop off, warn instead."""
+def renamed_weights_loaded(trainer: Any, path: str | os.PathLike[str], model: nn.Module) -> Iterator[None]:
+    """On exit, load into ``model`` what the stock Trainer has left out when it loaded the checkpoint ``path`` inside.
+    With every loop off, warn instead."""
+    checkpoint = Path(os.fspath(path))  # the error for a number is that of the stock Trainer, whatever Path says of it
     is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled  # these have files of their own
     converted = [] if is_sharded or not isinstance(model, PreTrainedModel) else _converted_names(checkpoint, model)
     if not converted:
