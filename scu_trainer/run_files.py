@@ -129,10 +129,9 @@ def read_object_or_empty(path: AnyPath) -> dict[str, Any]:
 def read_object_or_none(path: Path) -> Optional[dict[str, Any]]:
     """Return the JSON object in a regular file; None for anything else, such as a pipe, on which reading would wait."""
     try:
-        content = json.loads(path.read_bytes()) if path.is_file() else None
-    except (OSError, ValueError, RecursionError):
+        return read_object(path)
+    except StorageError:
         return None
-    return content if isinstance(content, dict) else None
 
 
 def read_status(path: AnyPath) -> dict[str, Any]:
