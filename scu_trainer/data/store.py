@@ -110,14 +110,14 @@ def reading_cache(folder: Path) -> Iterator[None]:
         raise StorageError(f"cached data in {folder} cannot be read ({error}); delete that folder") from error
 
 
-def write_statistics(folder: Path, statistics: DropCounts) -> None:
-    (folder / STATISTICS_FILE).write_text(json.dumps(statistics.as_dict()))
+def write_statistics(folder: Path, statistics: DropCounts, name: str = STATISTICS_FILE) -> None:
+    (folder / name).write_text(json.dumps(statistics.as_dict()))
 
 
-def read_statistics(folder: Path, kind: type[Statistics]) -> Statistics:
+def read_statistics(folder: Path, kind: type[Statistics], name: str = STATISTICS_FILE) -> Statistics:
     """Return what ``write_statistics`` wrote. Raises StorageError if it is damaged."""
     with reading_cache(folder):
-        return restored(kind, json.loads((folder / STATISTICS_FILE).read_text()), STATISTICS_FILE)
+        return restored(kind, json.loads((folder / name).read_text()), name)
 
 
 def restored(kind: type[Statistics], content: Any, name: str) -> Statistics:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,14 @@ import torch
 
 from scu_trainer.data.images.decode import CONVERTIBLE, MODES, NORMALISING, Pixels, decode_all
 from scu_trainer.data.images.records import ImageSource
-from scu_trainer.data.statistics import DropCounts
-from scu_trainer.data.store import build_once, digest_of, reading_cache, restored, storage_errors
+from scu_trainer.data.statistics import DropCounts, add_counts
+from scu_trainer.data.store import build_once, digest_of, read_statistics, storage_errors, write_statistics
 from scu_trainer.errors import DataError
 from scu_trainer.figures import count_text
 from scu_trainer.run_files import require_room
 
 STORE_VERSION = 3
+ABOUT_FILE = "about.json"
 IMAGES_FOR_STATISTICS = 2048
 MIB = 2**20
 
@@ -57,7 +57,7 @@ class DecodingStatistics(DropCounts):
     count: int = 0
     read: int = 0
     several: int = 0
-    modes: dict[str, int] = field(default_factory=Counter)
+    modes: dict[str, int] = field(default_factory=dict)
     smallest: Optional[list[int]] = None
     largest: Optional[list[int]] = None
     dropped: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class DecodingStatistics(DropCounts):
     def count_image(self, size: tuple[int, int], mode: str, is_first: bool) -> None:
         self.count += 1
         self.several += is_first
-        self.modes[mode] += 1
+        add_counts(self.modes, {mode: 1})
         self.smallest = [min(pair) for pair in zip(self.smallest or size, size, strict=True)]
         self.largest = [max(pair) for pair in zip(self.largest or size, size, strict=True)]
 
@@ -190,9 +190,7 @@ def stored_images(
     digest = digest_of(STORE_VERSION, source.identity, numbers.tolist(), kind.identity, skip_bad_rows)
     folder = cache_dir / "images" / digest
     build_once(folder, lambda new: _write(new, source, numbers, kind, skip_bad_rows))
-    with reading_cache(folder):
-        about = restored(DecodingStatistics, json.loads((folder / "about.json").read_text()), "about.json")
-    return StoredImages(folder, kind.shape, about)
+    return StoredImages(folder, kind.shape, read_statistics(folder, DecodingStatistics, ABOUT_FILE))
 
 
 def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: PixelFormat, skip_bad_rows: bool) -> None:
@@ -210,7 +208,7 @@ def _write(folder: Path, source: ImageSource, numbers: numpy.ndarray, kind: Pixe
             values = [getattr(image, name) for image in kept]
             numpy.save(folder / f"{name}s.npy", numpy.array(values, kind_of_number))
         (folder / "places.json").write_text(json.dumps([image.place for image in kept]))
-        (folder / "about.json").write_text(json.dumps(vars(about)))
+        write_statistics(folder, about, ABOUT_FILE)
 
 
 class _StoredImage(NamedTuple):
