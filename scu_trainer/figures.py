@@ -42,7 +42,7 @@ def format_setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and len(text) > 12 else text
 
 
-def duration(seconds: Optional[float]) -> str:
+def clock_text(seconds: Optional[float]) -> str:
     """ "0:42", "2:05:10", "3 d 04:10"."""
     if seconds is None:
         return NONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Optional
 
-from scu_trainer.figures import NONE, bits_of, duration
+from scu_trainer.figures import NONE, bits_of, clock_text
 from scu_trainer.run_files import format_bytes
 from scu_trainer.runs.progress import RunProgress
 from scu_trainer.runs.state import Report
@@ -70,7 +70,7 @@ def micro_batch(progress: RunProgress) -> str:
 
 def left(report: Report) -> str:
     """Return the estimated time left, for a run that is alive."""
-    return duration(report.progress.eta_s) if report.state.is_alive else NONE
+    return clock_text(report.progress.eta_s) if report.state.is_alive else NONE
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:

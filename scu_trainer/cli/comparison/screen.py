@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from scu_trainer.cli.main import figures_table
-from scu_trainer.figures import count_text, duration
+from scu_trainer.figures import clock_text, count_text
 from scu_trainer.report.comparison import text as words
 from scu_trainer.runs.studies.comparison_arms import Arm
 from scu_trainer.runs.studies.comparison_plan import ComparisonPlan
@@ -30,7 +30,7 @@ class Screen:
     def look(self, plan: ComparisonPlan, states: Mapping[Key, ArmState], left_s: Optional[float]) -> None:
         if not self.console.is_terminal:
             return
-        left = "" if left_s is None else f"{duration(left_s)} left; "
+        left = "" if left_s is None else f"{clock_text(left_s)} left; "
         text = Text(left + progress_line(plan, states), no_wrap=True, overflow="ellipsis")
         text.truncate(max(20, self.console.width - 4), overflow="ellipsis")
         self.status.update(text)

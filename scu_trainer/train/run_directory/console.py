@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from scu_trainer.figures import NATS_PER_BIT, duration
+from scu_trainer.figures import NATS_PER_BIT, clock_text
 from scu_trainer.train.loop import Loop
 
 OF_SOURCE = "eval_bpt_"
@@ -99,7 +99,7 @@ class ConsoleCallback(Loop):
         return "  ".join(parts)
 
     def _left(self, state) -> str:
-        return duration(seconds_left(state, self._first_step, self._started_s))
+        return clock_text(seconds_left(state, self._first_step, self._started_s))
 
     def _print(self, text: str) -> None:
         (self._bar.console if self._bar is not None else self.console).print(text, soft_wrap=True)
