@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 from scu_trainer.errors import ModelError
-from scu_trainer.figures import first_few
+from scu_trainer.figures import count_text, first_few
 from scu_trainer.json_types import first_misfit, misfit
 from scu_trainer.models.loading.adapters import (
     CAUSAL,
@@ -191,8 +191,8 @@ def read_model(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and the names of the weights that are missing from its files or have another shape there.
     transformers initializes those weights at random. Warns about weights in the files that the model does not have.
-    ``kind`` is the model class or Auto class, ``packing`` says how to
-    pack weights into 4 or 8 bits on ``device``, and ``more`` holds further arguments of ``from_pretrained``."""
+    ``kind`` is the model class or Auto class, ``packing`` says how to pack weights into 4 or 8 bits on ``device``, and
+    ``more`` holds further arguments of ``from_pretrained``."""
     folder = None if placement is None else placement.private_folder()
     given = {} if packing is None else {"quantization_config": packing}
     if device is not None and settings.tuning == "qlora":
@@ -213,9 +213,9 @@ def read_model(
     unused = sorted(report["unexpected_keys"])
     if unused and not stored_quantization(config):
         logger.warning(
-            "%s: %d weights in its files are left out (%s), because the model that its config.json describes does not "
-            "have them; if it should, correct config.json",
-            name, len(unused), first_few(unused),
+            "%s: %s left out (%s), because the model that its config.json describes does not have them; if it should, "
+            "correct config.json",
+            name, count_text(len(unused), "weight in its files is", "weights in its files are"), first_few(unused),
         )  # fmt: skip
     is_unpacked = stored_quantization(config) and not getattr(model, "is_quantized", False)
     if settings.tuning != "qlora" and is_unpacked and not isinstance(dtype, str):

@@ -35,8 +35,7 @@ WEIGHTS_PER_SIZE = 64
 
 def require_sane_config(config_file: Path, what: str = "model") -> None:
     """Raise ModelError if a config.json is not a JSON object, or holds a number beyond MOST_PARTS or MOST, or a
-    negative number of layers. ``what`` is
-    what is loaded, for the message."""
+    negative number of layers. ``what`` is what is loaded, for the message."""
     cannot = f"cannot load the {what} of {str(config_file.parent)!r}"
     try:
         config = json.loads(read_regular(config_file, MOST_FILE_BYTES))

@@ -442,7 +442,7 @@ class MicroBatchSizer:
         self.statistics.failed_tokens += micro_batch.tokens
         is_whole = not self._window.can_pool or self._window.uncuttable is not None
         if is_whole and micro_batch not in self._retried:
-            # Parts would give another gradient, so first retry it unchanged, now that memory has been freed.
+            # Parts would give another gradient or none, so first retry it unchanged, now that memory has been freed.
             self._retried.add(micro_batch)
             reason = f"out of memory at {self._size(micro_batch)}{wanted}; retrying it unchanged, after freeing memory"
             self._write_row(reason, reading, "critical", micro_batch.tokens)
