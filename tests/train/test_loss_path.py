@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import BertForSequenceClassification, Gemma2Config, Gemma2ForCausalLM, GPT2LMHeadModel
 
 from scu_trainer.errors import SettingsError
 from scu_trainer.settings import CurriculumSettings, MemorySettings
@@ -81,10 +81,19 @@ def test_scores_are_the_moving_average_of_each_rows_own_loss(tmp_path, memory):
 
 # -- the chunked loss --------------------------------------------------------------------------------------------------
 
+
+def gemma():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": 64, "pad_token_id": 2}
+    return Gemma2ForCausalLM(Gemma2Config(final_logit_softcapping=0.1, initializer_range=0.2, **sizes))
+
+
 MODELS = {
     "llama": llama,
     "gpt2 with tied embeddings": gpt2,
     "granite hybrid with scaled logits": granite_hybrid,
+    "gemma with soft-capped logits": gemma,
     "lora": lambda: lora(llama()),
     "lora on the head": lambda: lora(llama(layers=1), modules_to_save=["lm_head"]),
 }
@@ -107,7 +116,7 @@ def test_the_chunked_loss_gives_the_stock_gradient(tmp_path, name, curriculum):
     assert ours.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2 with tied embeddings", "granite hybrid with scaled logits", "lora"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lora on the head"])
 def test_in_double_precision_it_is_the_formula(tmp_path, name):
     """The stock loss itself rounds to single precision."""
     changes = {**SGD, **WITHOUT_AN_EPOCH_OF_ITS_OWN}
@@ -133,13 +142,20 @@ def test_large_vocabularies_are_not(tmp_path, monkeypatch):
 
 
 class Softcapped(GPT2LMHeadModel):
-    """Says of itself what Gemma says."""
+    """Bounds its logits, which shows in large ones only."""
+
+    def forward(self, labels=None, **kwargs):
+        outputs = super().forward(**kwargs)
+        outputs["logits"] = 30 * torch.tanh(outputs["logits"] / 30)
+        if labels is not None:
+            outputs["loss"] = self.loss_function(outputs["logits"], labels, self.config.vocab_size)
+        return outputs
 
 
-def softcapped():
-    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-    config.final_logit_softcapping = 30.0
-    return Softcapped(config)
+def softcapped(**changes):
+    model = gpt2(initializer_range=0.001)
+    model.config.update(changes)
+    return Softcapped(model.config)
 
 
 class Shrinking(GPT2LMHeadModel):
@@ -159,7 +175,12 @@ def shrinking():
 @pytest.mark.parametrize(
     ("make", "changes", "reason"),
     [
-        (softcapped, {}, "the logits are soft-capped"),
+        (softcapped, {"remove_unused_columns": False}, "it gives .* where this model's own loss is"),
+        (
+            lambda: softcapped(logits_soft_cap=30.0),
+            {},
+            "the logits are soft-capped in a way that cannot be switched off",
+        ),
         (shrinking, {"remove_unused_columns": False}, "it gives .* where this model's own loss is"),
         (llama, {"label_smoothing_factor": 0.1}, "label_smoothing_factor change it"),
         (
@@ -174,7 +195,15 @@ def shrinking():
             "BertForSequenceClassification does not compute the stock loss",
         ),
     ],
-    ids=["softcapped", "another loss", "label smoothing", "compute_loss_func", "adapted head", "classification"],
+    ids=[
+        "softcapped",
+        "says that it is softcapped",
+        "another loss",
+        "label smoothing",
+        "compute_loss_func",
+        "adapted head",
+        "classification",
+    ],
 )
 def test_chunked_loss_is_refused_where_it_would_not_be_the_models(tmp_path, make, changes, reason):
     with pytest.raises(SettingsError, match=f"chunked_loss: always, but .*{reason}.*; use chunked_loss: auto or never"):

@@ -468,6 +468,34 @@ def test_blocks_of_rows_give_what_all_rows_give(with_gradient, monkeypatch):
     assert (35, VOCAB) not in seen.shapes and (3 * torch.get_num_threads(), VOCAB) in seen.shapes
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0.02)]
+)
+def test_a_soft_cap_bounds_the_logits(dtype, tolerance, monkeypatch):
+    """Most of these logits are beyond the cap, where the gradient through it nearly vanishes."""
+    case, cap = Case(dtype, scale=2.0), 3.0
+    logits = linear(*case.head).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    capped = cap * torch.tanh(logits / cap)
+    assert (logits.abs() > cap).float().mean() > 0.5
+    losses = cross_entropy(capped, case.targets, reduction="none")
+    expected = (losses * case.token_weights).sum() / NUM_ITEMS
+    monkeypatch.setattr(softmax, "BLOCK_BYTES", 8 * VOCAB * 3 + 1)
+    found, found_losses = chunked_linear_cross_entropy(
+        *case.head, case.targets, token_weights=case.token_weights, divisor=NUM_ITEMS, rows_per_chunk=16, soft_cap=cap
+    )
+    assert apart([found, found_losses], [expected, losses]) < tolerance
+    assert apart(case.gradients(found), case.gradients(expected)) < tolerance
+
+
+def test_a_soft_cap_holds_one_block_more(monkeypatch):
+    logits, targets = torch.randn(35, VOCAB), torch.randint(0, VOCAB, (35,))
+    monkeypatch.setattr(softmax, "BLOCK_BYTES", 4 * VOCAB * 3 + 1)
+    work = softmax.with_soft_cap(softmax.kernel_for(logits.device, logits.dtype), 2.0)
+    with Allocations() as seen:
+        work(logits, targets, True)
+    assert (35, VOCAB) not in seen.shapes
+
+
 def in_float32(logits, targets, with_gradient):
     """As the kernel for a card: half precision is read and written, the arithmetic is float32."""
     losses, signal = softmax._softmax_in_place(logits.float(), targets, with_gradient)

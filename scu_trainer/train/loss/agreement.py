@@ -6,6 +6,7 @@ The loss is computed as in training, so user code between the model and the loss
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
@@ -40,12 +41,17 @@ HIDDEN_ROUNDING, GRADIENT_ROUNDING = 2.5, 20
 
 OWN_ATTENTION = "the model has its own attention code, which does not know where rows end"
 
+LARGE_LOGIT = 100.0
+"""Size of the largest logit at which a model that bounds its logits (soft-capping) gives another loss than one that
+does not; far below the bound, as in an untrained model, both give the same."""
+
 LEAK_TOLERANCE = 1e-4
 """Relative change of a row caused by another row that still counts as rounding, because both are computed alike."""
 
 
 def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
-    """Check the loss without materialized logits on the first columns of the first row, with every token learned."""
+    """Check the loss without materialized logits on the first columns of the first row, with every token learned, for
+    logits as they are and for large ones."""
     model, short_row = trainer.model, _short_row(trainer.model, inputs)
     if short_row is None:
         return False, "the batch has no input_ids of shape (rows, time) with labels to compare it on"
@@ -57,7 +63,7 @@ def agrees_headless(trainer: Trainer, inputs: Mapping[str, Any]) -> Found:
         )
         return _compare_losses(tolerance_of(trainer), stock, ours)
 
-    return _run_check(model, compare, "a short row without its output head")
+    return _run_check(model, lambda: _compare_at_two_sizes(model, compare), "a short row without its output head")
 
 
 def agrees_padding_free(trainer: Trainer, inputs: Mapping[str, Any], shares_prefixes: bool = False) -> Found:
@@ -161,7 +167,8 @@ def agrees_on_rows(
         return _compare_states(*(kept[0].flatten(0, 1)[LENGTHS[0] :].cpu().double() for kept in (others, states)))
 
     with torch.no_grad():
-        return _run_check(model, compare, "two short rows")
+        at_sizes = functools.partial(_compare_at_two_sizes, model, compare) if kind is headless else compare
+        return _run_check(model, at_sizes, "two short rows")
 
 
 def _run_check(model: torch.nn.Module, compare: Callable[[], Found], what: str) -> Found:
@@ -176,6 +183,19 @@ def _run_check(model: torch.nn.Module, compare: Callable[[], Found], what: str) 
         # A hook may read attributes that the user's loss only sets on the trainer in the first step.
         found = None if isinstance(error, AttributeError) else False
         return found, f"the model fails on {what}: {type(error).__name__}: {error}"
+
+
+def _compare_at_two_sizes(model: torch.nn.Module, compare: Callable[[], Found]) -> Found:
+    """Compare once more with enlarged states before the output head, so that the largest logit is ``LARGE_LOGIT``."""
+    head, sizes = head_of(model), []
+    with head.register_forward_hook(lambda module, given, output: sizes.append(float(output.detach().abs().max()))):
+        found = compare()
+    if not found[0]:
+        return found
+    # a power of two, which enlarges without rounding; the first pass through the head is the model's own
+    factor = 2.0 ** max(0, math.ceil(math.log2(LARGE_LOGIT / max(sizes[0], 1e-6))))
+    with head.register_forward_pre_hook(lambda module, given: (given[0] * factor, *given[1:])):
+        return compare()
 
 
 def _ignore_losses(losses: Any) -> None:

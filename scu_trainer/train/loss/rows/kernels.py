@@ -35,7 +35,7 @@ from scu_trainer.train.loss.rows.products import (
     pad_to_aligned,
     to_words,
 )
-from scu_trainer.train.loss.rows.softmax import kernel_for, reads_half
+from scu_trainer.train.loss.rows.softmax import kernel_for, reads_half, with_soft_cap
 from scu_trainer.train.step.batches.rows import NOT_LEARNED
 
 ROWS = 256
@@ -92,12 +92,14 @@ def chunked_linear_cross_entropy(
     divisor: Union[Tensor, float, None] = None,
     rows_per_chunk: Optional[int] = None,
     host_targets: Optional[Tensor] = None,
+    soft_cap: Optional[float] = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum(token_weights · token_losses) / divisor, token_losses in nats).
 
     hidden (tokens, size), weight (vocab, size), bias (vocab,), targets and token_weights (tokens,): already shifted.
     ``divisor``: None for the number of valid targets, or the number to divide by (num_items_in_batch). Without a valid
-    target (-100 is not valid) the loss is 0 / divisor and all gradients are 0.
+    target (-100 is not valid) the loss is 0 / divisor and all gradients are 0. ``soft_cap``: the loss is that of
+    soft_cap · tanh(logits / soft_cap).
 
     The loss can be differentiated once with respect to hidden, weight and bias. token_losses (tokens,) is not
     differentiable and 0 for ignored targets. Both are float32, or float64 if the weight is. A token of weight 0 still
@@ -116,6 +118,7 @@ def chunked_linear_cross_entropy(
         rows_per_chunk=rows_per_chunk or rows_in_chunk(weight.size(0), weight.device),
         compute_dtype=_compute_dtype(weight),
         with_gradient=torch.is_grad_enabled(),
+        soft_cap=soft_cap,
     )
     return _LinearCrossEntropy.apply(hidden, weight, bias, work)
 
@@ -132,6 +135,7 @@ class _Work:
     rows_per_chunk: int
     compute_dtype: torch.dtype
     with_gradient: bool
+    soft_cap: Optional[float]
 
     @property
     def loss_dtype(self) -> torch.dtype:
@@ -268,6 +272,8 @@ class _OutputLayer:
         self.product = new_empty(weight, shape, work.compute_dtype)
         is_read = work.compute_dtype == work.loss_dtype or reads_half(self.kernel)
         self.logits = self.product if is_read else new_empty(weight, shape, work.loss_dtype)
+        if work.soft_cap is not None:
+            self.kernel = with_soft_cap(self.kernel, work.soft_cap)
 
     def losses(self, rows: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
         """Return the losses (rows,) and, if wanted, their gradient with respect to the logits (rows, vocab)."""

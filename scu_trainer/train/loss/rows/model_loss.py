@@ -36,6 +36,10 @@ Seen = Callable[[RowLosses], None]
 HALVES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """``mixed_precision`` -> the dtype in which autocast multiplies."""
 
+SOFT_CAP, FIXED_CAPS = "final_logit_softcapping", ("logits_soft_cap", "output_logit_soft_cap")
+"""What models call the cap of cap · tanh(logits / cap). Those that use the first name, as Gemma does, take None for no
+cap; those that use the others (RecurrentGemma, xLSTM) always apply it."""
+
 NOISE_BY_LENGTH = "neftune_noise_alpha scales its noise by the length of padded rows"
 
 
@@ -223,8 +227,8 @@ def obstacle_in_head(model: torch.nn.Module) -> Optional[str]:
     settings = {**vars(config), **vars(config.get_text_config())}
     if type(head) is not torch.nn.Linear or hasattr(head, "_hf_hook") or hasattr(head.weight, "ds_id"):
         return f"the output head is a {type(head).__name__} that adapters, offloading or ZeRO-3 change"
-    if any(name.endswith("softcapping") and value for name, value in settings.items() if "logit" in name):
-        return "the logits are soft-capped"
+    if any(map(settings.get, FIXED_CAPS)):
+        return "the logits are soft-capped in a way that cannot be switched off"
     return None
 
 
@@ -321,7 +325,9 @@ def headless(
     model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen, rows: Optional[EndToEnd] = None
 ) -> Iterator[None]:
     """Let the forward compute its loss from the hidden states, without logits (``kernels.py``)."""
-    head, embedding = head_of(model), _embedding_of(model)
+    head, embedding, config = head_of(model), _embedding_of(model), inner_model(model).config
+    soft_caps = {id(one): one for one in (config, config.get_text_config()) if vars(one).get(SOFT_CAP)}
+    soft_cap = next((getattr(one, SOFT_CAP) for one in soft_caps.values()), None)
 
     def loss_of(
         hidden: torch.Tensor, targets: torch.Tensor, num_items: Any, known: Optional[torch.Tensor]
@@ -334,10 +340,13 @@ def headless(
             token_weights=None if weights is None else _token_weights(weights, targets, rows),
             divisor=num_items,
             host_targets=None if known is None else known.flatten(),
+            soft_cap=soft_cap,
         )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(head, "forward", lambda hidden: hidden))
+        for one in soft_caps.values():
+            stack.enter_context(replaced(one, SOFT_CAP, None))
         stack.enter_context(_loss_function(model, loss_of, seen, rows))
         if can_add_rows(embedding):
             stack.enter_context(replaced(embedding, "forward", functools.partial(embed, embedding)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -69,17 +70,35 @@ def _largest_difference(kernel: Kernel, device: torch.device, dtype: torch.dtype
     return max(float((value - other).abs().max()) for value, other in zip(made, expected, strict=True))
 
 
-def _block_by_block(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Apply ``_softmax_in_place`` to blocks of rows; with a vocabulary of 128,000 that takes 0.6 times as long. For
-    logits without content (train/memory_estimate), the first and last blocks show what all blocks need."""
+def with_soft_cap(kernel: Kernel, soft_cap: float) -> Kernel:
+    """Return ``kernel`` for soft_cap · tanh(logits / soft_cap), with the gradient for the logits before that. It holds
+    the logits (on a CPU, those of a block) once more."""
+    if kernel is _block_by_block:
+        return functools.partial(_block_by_block, kernel=with_soft_cap(_softmax_in_place, soft_cap))
+
+    def capped(logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor]:
+        shares = logits.div_(soft_cap).tanh_()
+        slopes = shares.square().neg_().add_(1) if with_gradient else None
+        losses, signal = kernel(shares.mul_(soft_cap), targets, with_gradient)
+        return losses, signal if slopes is None else signal.mul_(slopes)
+
+    return capped
+
+
+def _block_by_block(
+    logits: Tensor, targets: Tensor, with_gradient: bool, kernel: Optional[Kernel] = None
+) -> tuple[Tensor, Tensor]:
+    """Apply ``_softmax_in_place``, or ``kernel``, to blocks of rows; with a vocabulary of 128,000 that takes 0.6 times
+    as long. For logits without content (train/memory_estimate), the first and last blocks show what all blocks need."""
+    kernel = kernel or _softmax_in_place
     row_bytes, threads = logits.size(1) * logits.element_size(), torch.get_num_threads()
     rows = threads * max(1, BLOCK_BYTES // row_bytes)
     if len(logits) <= rows:
-        return _softmax_in_place(logits, targets, with_gradient)
+        return kernel(logits, targets, with_gradient)
     blocks = list(zip(logits.split(rows), targets.split(rows), strict=True))
     skipped = range(2, len(blocks) - 2) if isinstance(logits, FakeTensor) else ()
     losses = [
-        block[0].new_empty(len(block[0])) if number in skipped else _softmax_in_place(*block, with_gradient)[0]
+        block[0].new_empty(len(block[0])) if number in skipped else kernel(*block, with_gradient)[0]
         for number, block in enumerate(blocks)
     ]
     return torch.cat(losses), logits
