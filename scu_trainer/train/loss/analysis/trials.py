@@ -38,6 +38,7 @@ from scu_trainer.train.loss.analysis.measuring import (
 from scu_trainer.train.loss.analysis.no_trace import restored_on_exit
 from scu_trainer.train.loss.analysis.own_draws import ONCE_PER_BATCH, draws_once
 from scu_trainer.train.loss.rows.known import Call, Divisor, LossCalls, divisor_of, left_out_by
+from scu_trainer.train.loss.rows.model_loss import embedding_of
 from scu_trainer.train.step.batches.reduction import COLUMN, Reduction, Targets, kinds_of_counts
 from scu_trainer.train.step.batches.rows import Batch, Row, pick, take
 from scu_trainer.train.step.recovery.memory import free_memory
@@ -46,6 +47,9 @@ from scu_trainer.train.step.recovery.second_try import CatchOutOfMemory, retry_u
 
 HALVED = 0.75
 """Given twice the item count, a loss divided by it halves, or nearly so if one of its terms is not divided by it."""
+
+SAME_SHAPES = 2e-6
+"""Maximum relative difference of losses that are computed alike, in any precision; most often they are the same."""
 
 
 def analyze(
@@ -266,13 +270,28 @@ class _Trial:
 
     def _may_trim(self, padded: Any, known_loss: Optional[float] = None) -> Optional[bool]:
         """Return whether the loss of ``padded``, the first row, stays the same without padding; None if it has none.
-        ``known_loss``: its loss, if that was measured."""
+        ``known_loss``: its loss, if that was measured before: how far it is from that shows how exact losses are."""
         is_trimmable = self.batches[self.rows[0][0]].trimmable
         if not is_trimmable or _shapes(padded) == _shapes(trimmed := self._first_row()):
             return None
-        loss = self.meter.loss(padded) if known_loss is None else known_loss
-        without = self.meter.loss(trimmed)
-        return abs(loss - without) <= self.tolerance * max(abs(loss), abs(without), 1e-12)
+        # Every one in any case: with sharded weights, all ranks must run the same forwards.
+        loss, without = self.meter.loss(padded), self.meter.loss(trimmed)
+        noise = _apart(loss, known_loss) if known_loss is not None else self.tolerance / 25
+        of_content = _apart(loss, self._loss_with_other_padding(padded))
+        return _apart(loss, without) <= self.tolerance and of_content <= min(self.tolerance, SAME_SHAPES + 2 * noise)
+
+    def _loss_with_other_padding(self, padded: Any) -> float:
+        """Return the loss of ``padded`` with other embeddings in place of padding. In an untrained model or in half
+        precision the effect of padding can be as small as the rounding of other shapes; these shapes are the same."""
+        is_padding, embedding = padded["attention_mask"].eq(0).unsqueeze(-1), embedding_of(self.meter.model)
+
+        def change(module: nn.Module, given: Any, output: Any) -> Any:
+            if not torch.is_tensor(output) or output.shape[:2] != is_padding.shape[:2]:
+                return output
+            return torch.where(is_padding.to(output.device), -output[:, :1], output)
+
+        with contextlib.nullcontext() if embedding is None else embedding.register_forward_hook(change):
+            return self.meter.loss(padded)
 
     def _first_row(self, trim: bool = True) -> Any:
         return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
@@ -300,6 +319,11 @@ class _Trial:
         except Exception as error:
             forget_traceback(error)
             return True if is_out_of_memory(error) else False
+
+
+def _apart(one: float, other: float) -> float:
+    """Return the relative difference of two losses."""
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)
 
 
 def _kinds(inputs: Any, shifts: bool, stated: Optional[Targets]) -> list[str]:

@@ -325,7 +325,7 @@ def headless(
     model: torch.nn.Module, weights: Optional[torch.Tensor], seen: Seen, rows: Optional[EndToEnd] = None
 ) -> Iterator[None]:
     """Let the forward compute its loss from the hidden states, without logits (``kernels.py``)."""
-    head, embedding, config = head_of(model), _embedding_of(model), inner_model(model).config
+    head, embedding, config = head_of(model), embedding_of(model), inner_model(model).config
     soft_caps = {id(one): one for one in (config, config.get_text_config()) if vars(one).get(SOFT_CAP)}
     soft_cap = next((getattr(one, SOFT_CAP) for one in soft_caps.values()), None)
 
@@ -353,7 +353,7 @@ def headless(
         yield
 
 
-def _embedding_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
+def embedding_of(model: torch.nn.Module) -> Optional[torch.nn.Module]:
     try:
         return inner_model(model).get_input_embeddings()
     except (AttributeError, NotImplementedError):  # the model keeps its embedding elsewhere
