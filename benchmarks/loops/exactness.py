@@ -1,10 +1,15 @@
 """Is every optimizer step's gradient that of the stock Trainer, unless a warning says otherwise? Random trainings.
 
     python benchmarks/loops/exactness.py --cases 1000
+    python benchmarks/loops/exactness.py --architectures
 
 Cases combine model families, losses, padding, accumulation and unbalanced labels (lib/exactness_cases.py). A step is
 wrong if its gradient differs from that of stock by more than 1e-5, relative to its largest entry, and no line of the
 log says so. ``--seed N --cases 1`` runs one case again.
+
+``--architectures`` trains every text architecture of transformers instead (lib/architectures.py), made tiny, with
+random weights and without dropout; causal models a second time with ``chunked_loss: always``. Those that cannot be made
+this small are listed with the reason. Names after it choose some of them.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ import benchmarks  # noqa: F401 - the first import: it keeps torchao quiet
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import logging as transformers_logging
 
+from benchmarks.lib import architectures
 from benchmarks.lib.common import RowList, quiet, write_result
 from benchmarks.lib.exactness_cases import STEPS, Case, case_of, pad
 from scu_trainer import SCUTrainer
@@ -167,10 +174,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--architectures", nargs="*", metavar="NAME", help="train these, or all, in place of cases")
     parser.add_argument("--no_result", action="store_true", help="write no file")
     options = parser.parse_args()
     logging.getLogger("scu_trainer").propagate = False
     torch.set_num_threads(1)
+    if options.architectures is not None:
+        sys.exit(1 if train_architectures(options)["silently_wrong"] else 0)
     results, began = [], time.monotonic()
     for seed in range(options.seed, options.seed + options.cases):
         results.append(outcome(case_of(seed)))
@@ -182,6 +192,22 @@ def main() -> None:
     if not options.no_result:
         write_result("exactness", figures, f"python benchmarks/loops/exactness.py --cases {options.cases}")
     sys.exit(1 if figures["wrong_without_a_word"] else 0)
+
+
+def train_architectures(options: argparse.Namespace) -> dict[str, Any]:
+    """Train them, print and write the results; return the summary."""
+    transformers_logging.set_verbosity_error()
+    results = []
+    for head in architectures.MAPPINGS:
+        for result in architectures.results_of(outcome, head, options.architectures):
+            results.append(result)
+            words = result.get("not_tried") or result.get("refused") or f"{result['worst']:.1e}"
+            print(f"{head:9} {result['architecture']:28} {result['way']:8} {words}", flush=True)
+    figures = architectures.summary(results)
+    print(*(f"{name}: {value}" for name, value in figures.items()), sep="\n")
+    if not options.no_result:
+        write_result("architectures", {**figures, "results": results})
+    return figures
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.lib import architectures
 from benchmarks.lib.exactness_cases import FAMILIES, STEPS, case_of
 from benchmarks.loops import exactness
 
@@ -36,3 +37,25 @@ def test_a_case_is_a_function_of_its_seed():
     assert {case.family for case in cases} == set(FAMILIES)
     again = case_of(17)
     assert (again.name, again.batch, again.cut) == (cases[17].name, cases[17].batch, cases[17].cut)
+
+
+@pytest.mark.parametrize(("head", "architecture"), [("causal", "gemma2"), ("causal", "mamba2"), ("token", "llama")])
+def test_an_architecture_is_split_exactly(head, architecture):
+    found = list(architectures.results_of(exactness.outcome, head, [architecture]))
+    assert [one["way"] for one in found] == (["", "chunked"] if head == "causal" else [""])
+    assert all(one["worst"] < 1e-5 and one["is_split"] and not one["warned"] for one in found), found
+    assert not architectures.summary(found)["silently_wrong"]
+
+
+def test_architectures_that_are_left_out_are_listed():
+    (large,) = architectures.results_of(exactness.outcome, "causal", ["blt"])
+    (_, capped) = architectures.results_of(exactness.outcome, "causal", ["recurrent_gemma"])
+    assert large["not_tried"].startswith("ValueError: ") and "soft-capped" in capped["refused"]
+    figures = architectures.summary([large, capped])
+    assert (figures["not_tried"], figures["refused"], figures["trained"]) == (1, 1, 0)
+
+
+def test_a_wrong_architecture_is_seen():
+    one = {"head": "causal", "architecture": "llama", "way": "", "worst": 2e-4, "is_split": True}
+    figures = architectures.summary([{**one, "warned": []}, {**one, "warned": ["batches run whole"]}])
+    assert figures["silently_wrong"] == ["causal llama"] and figures["wrong_and_reported"] == 1
