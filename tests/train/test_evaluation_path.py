@@ -82,7 +82,7 @@ MODELS = {
     "layers with a state": (tiny.granite_hybrid, None, False),
     "positions from the mask": (opt, True, False),
     "scaled logits": (scaled_logits, True, True),
-    "capped logits": (capped_logits, False, False),
+    "capped logits": (capped_logits, True, False),
 }
 """How it is made, whether it can do without logits (None: either), and without padding."""
 
