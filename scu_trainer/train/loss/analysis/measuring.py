@@ -72,14 +72,15 @@ class Meter:
         with torch.no_grad():
             return float(self._value(inputs, items))
 
-    def measure(self, inputs: Any, gradient: bool = True) -> torch.Tensor:
-        """Return the loss and its gradient with respect to ``weights`` as one vector (1 + entries,) in float64."""
+    def measure(self, inputs: Any, gradient: bool = True, weights: Optional[list[torch.Tensor]] = None) -> torch.Tensor:
+        """Return the loss and its gradient with respect to ``weights`` as one vector (1 + entries,) in float64.
+        ``weights``: tensors that the forward may add, instead of those of the meter; no gradient if that has none."""
         if not (gradient and self.weights):
             return torch.tensor([self.loss(inputs)], dtype=torch.float64)
         with torch.enable_grad():
             loss = self._value(inputs, FEW_ITEMS)
             with self._without_noise():
-                return with_gradient(loss, self.weights)
+                return with_gradient(loss, self.weights if weights is None else weights)
 
     def _value(self, inputs: Any, items: float) -> torch.Tensor:
         with self._without_noise():

@@ -277,21 +277,33 @@ class _Trial:
         # Every one in any case: with sharded weights, all ranks must run the same forwards.
         loss, without = self.meter.loss(padded), self.meter.loss(trimmed)
         noise = _apart(loss, known_loss) if known_loss is not None else self.tolerance / 25
-        of_content = _apart(loss, self._loss_with_other_padding(padded))
-        return _apart(loss, without) <= self.tolerance and of_content <= min(self.tolerance, SAME_SHAPES + 2 * noise)
+        other, slope = self._with_other_padding(padded)
+        reads = _apart(loss, other) > min(self.tolerance, SAME_SHAPES + 2 * noise) or not slope <= SAME_SHAPES
+        return _apart(loss, without) <= self.tolerance and not reads
 
-    def _loss_with_other_padding(self, padded: Any) -> float:
-        """Return the loss of ``padded`` with other embeddings in place of padding. In an untrained model or in half
-        precision the effect of padding can be as small as the rounding of other shapes; these shapes are the same."""
-        is_padding, embedding = padded["attention_mask"].eq(0).unsqueeze(-1), embedding_of(self.meter.model)
+    def _with_other_padding(self, padded: Any) -> tuple[float, float]:
+        """Return the loss of ``padded`` with other embeddings in place of padding, and the largest entry of its gradient
+        with respect to them, relative to the largest of all (0 with sharded weights, whose gradients need all ranks).
+
+        In an untrained model or in half precision the effect of padding can be as small as the rounding of other shapes.
+        These shapes are the same, and the gradient is exactly 0 if nothing reads padding.
+        """
+        is_padding, embedding = padded["attention_mask"].eq(0), embedding_of(self.meter.model)
+        changed: list[torch.Tensor] = []
 
         def change(module: nn.Module, given: Any, output: Any) -> Any:
-            if not torch.is_tensor(output) or output.shape[:2] != is_padding.shape[:2]:
-                return output
-            return torch.where(is_padding.to(output.device), -output[:, :1], output)
+            if changed or not torch.is_tensor(output) or output.shape[:2] != is_padding.shape:
+                return output  # a decoder's
+            other = torch.where(is_padding.unsqueeze(-1).to(output.device), -output[:, :1], output)
+            changed.append(other.detach().requires_grad_())
+            return changed[0].clone()  # the model may change it in place
 
         with contextlib.nullcontext() if embedding is None else embedding.register_forward_hook(change):
-            return self.meter.loss(padded)
+            measured = self.meter.measure(padded, weights=changed)
+        if len(measured) == 1:
+            return float(measured), 0.0
+        by_place = measured[1:].reshape(changed[0].shape).abs().amax(dim=-1)
+        return float(measured[0]), float(by_place[is_padding.cpu()].max() / by_place.max().clamp(min=1e-30))
 
     def _first_row(self, trim: bool = True) -> Any:
         return take(self.batches, self.rows[:1], self.pad_token_id, trim=trim)
