@@ -44,17 +44,20 @@ WARNED = ("a split batch would not give the gradient", "batches run whole", "can
 
 
 class Gradients(TrainerCallback):
-    """Records gradients. ``steps``: for each optimizer step, the gradients by name. Tells modules that change with time
-    which step it is."""
+    """Records gradients. ``steps``: for each optimizer step, the gradients by name. ``draws``: whether computing them
+    drew random numbers. Tells modules that change with time which step it is."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
+        self.draws = False
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.before = torch.get_rng_state()
         if hasattr(model, "late"):
             model.late.fill_(state.global_step)
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.draws |= not torch.equal(self.before, torch.get_rng_state())
         self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
 
 
@@ -84,7 +87,7 @@ def with_loss(base: type, case: Case) -> type:
     return Own
 
 
-def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tensor]], Any]:
+def run(case: Case, ours: bool, folder: str) -> tuple[Gradients, Any]:
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -122,7 +125,7 @@ def run(case: Case, ours: bool, folder: str) -> tuple[list[dict[str, torch.Tenso
         **own,
     )
     quiet(trainer).train()
-    return found.steps, trainer
+    return found, trainer
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
@@ -143,7 +146,7 @@ def outcome(case: Case) -> dict[str, Any]:
         logger.removeHandler(lines)
     statistics = trainer.micro_batches.loop.statistics
     reduction = trainer.micro_batches.reduction
-    errors = [distance(*both) for both in zip(found, expected, strict=True)]
+    errors = [distance(*both) for both in zip(found.steps, expected.steps, strict=True)]
     return {
         "seed": case.seed,
         "name": case.name,
@@ -156,7 +159,8 @@ def outcome(case: Case) -> dict[str, Any]:
         "warned": [line for line in lines.lines if any(part in line for part in WARNED)],
         "known": reduction and reduction.known,
         "why_whole": reduction.mixes if reduction else "no rows told",
-        "steps": len(found),
+        "draws": expected.draws,
+        "steps": len(errors),
     }
 
 
