@@ -282,11 +282,12 @@ class _Trial:
         return _apart(loss, without) <= self.tolerance and not reads
 
     def _with_other_padding(self, padded: Any) -> tuple[float, float]:
-        """Return the loss of ``padded`` with other embeddings in place of padding, and the largest entry of its gradient
-        with respect to them, relative to the largest of all (0 with sharded weights, whose gradients need all ranks).
+        """Return the loss of ``padded`` with other embeddings in place of padding, and the largest entry of its
+        gradient with respect to them, relative to the largest of all (0 if weights are sharded, because gradients of
+        those need all ranks).
 
-        In an untrained model or in half precision the effect of padding can be as small as the rounding of other shapes.
-        These shapes are the same, and the gradient is exactly 0 if nothing reads padding.
+        In an untrained model or in half precision, the effect of padding can be as small as the rounding of other
+        shapes. These shapes are the same, and the gradient is exactly 0 if nothing reads padding.
         """
         is_padding, embedding = padded["attention_mask"].eq(0), embedding_of(self.meter.model)
         changed: list[torch.Tensor] = []
