@@ -1,4 +1,4 @@
-"""Every text architecture of transformers, made tiny: cases for benchmarks/loops/exactness.py."""
+"""Every text architecture of transformers, and some with images, made tiny: cases for benchmarks/loops/exactness.py."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers.models.auto import configuration_auto, modeling_auto
 
+from benchmarks.lib import image_text
 from benchmarks.lib.exactness_cases import VOCAB, Case
 from scu_trainer.errors import SettingsError
 
@@ -29,6 +30,7 @@ MAPPINGS = {
     "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "token": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "question": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "images": {name: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name in image_text.CONFIGS},
 }
 
 SIZES = {
@@ -125,11 +127,12 @@ def rows_for(head: str, count: int = 24) -> list[dict[str, Any]]:
     return rows
 
 
-def made_model(model_type: str, name: str) -> Callable[[], torch.nn.Module]:
+def made_model(head: str, model_type: str, name: str) -> Callable[[], torch.nn.Module]:
     """Return a function that makes the model. Raises whatever its configuration or its class raise, ValueError if it
     stays large."""
     kind = getattr(transformers, name)
-    config = tiny_config(configuration_auto.CONFIG_MAPPING[model_type])
+    config_kind = configuration_auto.CONFIG_MAPPING[model_type]
+    config = config_kind(**image_text.CONFIGS[model_type]) if head == "images" else tiny_config(config_kind)
     with torch.device("meta"):
         count = sum(weight.numel() for weight in kind(config).parameters())
     if count > MOST_WEIGHTS:
@@ -151,14 +154,15 @@ def results_of(
 ) -> Iterator[dict[str, Any]]:
     """Train every architecture with this head, as ``outcome`` does; yield one result for each way to train it."""
     ways = {"": {"token_cap": 40}}
-    if head == "causal":
+    if head in ("causal", "images"):
         ways["chunked"] = {"token_cap": 60, "chunked_loss": "always"}
     for model_type, names in sorted(MAPPINGS[head].items()):
         for way, cut in ways.items() if not only or model_type in only else ():
             result = {"head": head, "architecture": model_type, "way": way}
             try:
-                make = made_model(model_type, names if isinstance(names, str) else names[0])
-                case = Case(0, model_type, head, True, make, rows_for(head), accumulation=2, batch=4, cut=cut)
+                make = made_model(head, model_type, names if isinstance(names, str) else names[0])
+                rows = image_text.rows_for(model_type) if head == "images" else rows_for(head)
+                case = Case(0, model_type, head, True, make, rows, accumulation=2, batch=4, cut=cut)
                 found = outcome(case)
                 if found["draws"]:
                     raise ValueError("its forward draws random numbers, also without dropout")

@@ -338,8 +338,8 @@ def _pictures(draw: random.Random, count: int) -> list[dict[str, Any]]:
 
 
 def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Pad rows on the right. Labels per token are padded with -100."""
-    if "pixel_values" in rows[0]:
+    """Pad rows on the right. Labels per token are padded with -100. Images of rows with text are joined."""
+    if "input_ids" not in rows[0]:
         return {
             "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
             "labels": torch.tensor([row["labels"] for row in rows]),
@@ -351,6 +351,12 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         if name in rows[0]:
             values = [row[name] for row in rows]
             made[name] = _padded(values, -100) if isinstance(values[0], list) else torch.tensor(values)
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in rows[0]:
+            made[name] = _padded([row[name] for row in rows], 0)
+    for name in ("pixel_values", "image_grid_thw"):
+        if parts := [row[name] for row in rows if name in row]:
+            made[name] = torch.cat(parts)
     return {**made, **_index(rows)}
 
 

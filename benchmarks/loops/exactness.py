@@ -9,7 +9,8 @@ log says so. ``--seed N --cases 1`` runs one case again.
 
 ``--architectures`` trains every text architecture of transformers instead (lib/architectures.py), made tiny, with
 random weights and without dropout; causal models a second time with ``chunked_loss: always``. Those that cannot be made
-this small are listed with the reason. Names after it choose some of them.
+this small are listed with the reason. Ten vision-language models follow, with no, one or two images in a row
+(lib/image_text.py). Names after it choose some of them.
 """
 
 from __future__ import annotations

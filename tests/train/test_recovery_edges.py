@@ -176,7 +176,7 @@ def test_an_input_that_once_had_no_row_of_its_own_never_has():
 
 def test_as_many_images_as_rows_are_not_one_for_each_where_a_row_has_none():
     model = SimpleNamespace(config=SimpleNamespace(image_token_id=9))
-    text = torch.tensor([[9, 9, 1], [2, 1, 1], [9, 1, 1]])
+    text = torch.tensor([[9, 9, 1], [2, 1, 1], [9, 9, 9]])
     own, none, mixed = torch.full_like(text, 9), torch.ones_like(text), text
     obstacles = [
         layout_for(model, {"input_ids": one, "pixel_values": torch.rand(3, 3, 4, 4)}).obstacle

@@ -30,12 +30,13 @@ from scu_trainer.train.loss.rows.model_loss import changing_objects_of, learns_p
 from scu_trainer.train.loss.rows.padding_free import NEEDED
 from scu_trainer.train.step import attempts as steps
 from scu_trainer.train.step.batches.logical_batch import LogicalBatches
+from scu_trainer.train.step.batches.media import first_missing
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, placed
 from scu_trainer.train.step.batches.window import AccumulationWindow, MicroBatch
 from scu_trainer.train.step.distributed.launchers import ranks_for
 from scu_trainer.train.step.distributed.ranks import Ranks
-from scu_trainer.train.step.distributed.sharded import is_fsdp, reshard
+from scu_trainer.train.step.distributed.sharded import is_fsdp, needs_all_ranks, reshard
 from scu_trainer.train.step.micro_batch_sizer import MicroBatchSizer, busy_tokens, may_grow
 from scu_trainer.train.step.needless import redundant_train_call_skipped
 from scu_trainer.train.step.recovery.memory import Gauge, free_memory
@@ -314,6 +315,8 @@ class MicroBatchStep:
 
     def _layout(self, inputs: Any) -> Batch:
         batch = layout_for(self.trainer.model, inputs, self._not_by_rows)
+        if batch.obstacle is None and (name := first_missing(inputs)) and needs_all_ranks(self.trainer):
+            batch = Batch(inputs, obstacle=f"some rows have no {name}, and all ranks must run the same layers")
         if batch.obstacle_name is not None:
             self._not_by_rows.add(batch.obstacle_name)
         if batch.obstacle is not None:

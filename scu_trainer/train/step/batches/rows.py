@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Optional
 
 import torch
 
 from scu_trainer.control.splitting import rounded_up_size
+from scu_trainer.train.step.batches.media import entries_of, entries_per_row, find_entries, with_entries, without_empty
 
 NOT_LEARNED = -100
 CPU = torch.device("cpu")
@@ -27,13 +29,11 @@ PADDING = {
     "attention_mask": 0,
     "decoder_attention_mask": 0,
     "token_type_ids": 0,
+    "mm_token_type_ids": 0,
     "position_ids": 0,
     "inputs_embeds": 0,
 }
 """Inputs with a time axis (dimension 1) and known padding."""
-
-PLACED = {"pixel_values": "image", "pixel_values_videos": "video", "input_features": "audio"}
-"""Inputs with entries that replace special tokens of the text, and the kind of these tokens in a configuration."""
 
 DECODER_SIDE = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Inputs that follow the target's time axis in an encoder-decoder model."""
@@ -131,31 +131,16 @@ def read_layout(inputs: Any, main_input_name: str = "input_ids", is_encoder_deco
 def layout_for(model: Any, inputs: Any, not_by_rows: Collection[str] = ()) -> Batch:
     """Return ``read_layout`` of ``inputs`` for ``model``. ``not_by_rows``: inputs that did not have one entry per
     row in an earlier batch (images of a conversation); if the numbers agree in this batch, that is a coincidence."""
+    mismatch = find_entries(model, inputs)
     is_encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     batch = read_layout(inputs, getattr(model, "main_input_name", "input_ids"), is_encoder_decoder)
-    if batch.obstacle is None and (mismatch := _media_mismatch(model, inputs)) is not None:
+    if batch.obstacle is None and mismatch is not None:
         return Batch(inputs, obstacle=mismatch)
-    name = next((name for name in not_by_rows if batch.obstacle is None and name in inputs), None)
+    by_chance = (name for name in not_by_rows if name in inputs and entries_per_row(inputs[name]) is None)
+    name = next(by_chance, None) if batch.obstacle is None else None
     if name is None:
         return batch
     return Batch(inputs, obstacle=f"{name} does not always have one entry per row", obstacle_name=name)
-
-
-def _media_mismatch(model: Any, inputs: Any) -> Optional[str]:
-    """Return why there may not be one image for each row although there are as many images as rows: only some rows have
-    an image token. These have several images then, or an image is padding, which models do not accept on its own."""
-    config, text = getattr(model, "config", None), inputs.get("input_ids")
-    if "cross_attention_mask" in inputs:  # each row attends to its own images, or to padding (Mllama)
-        return None
-    for name, kind in PLACED.items():
-        tokens = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-        token = next((token for token in tokens if isinstance(token, int)), None)
-        if token is None or not torch.is_tensor(text) or not torch.is_tensor(inputs.get(name)):
-            continue
-        rows_with_token = int(text.eq(token).any(dim=1).sum())
-        if 0 < rows_with_token < len(text):
-            return f"{name} has as many entries as there are rows, but some rows have no {kind}"
-    return None
 
 
 def rows_of(model: Any, inputs: Any) -> Batch:
@@ -173,7 +158,7 @@ def _count_rows(inputs: Any, main_input_name: str) -> tuple[int, Optional[str], 
         return 0, "the batch holds no tensor with rows", None
     rows = tensors[reference].size(0)
     for name, value in inputs.items():
-        if torch.is_tensor(value) and value.dim() > 0 and value.size(0) != rows:
+        if torch.is_tensor(value) and value.dim() > 0 and len(entries_per_row(value) or value) != rows:
             return 0, f"{name} has {value.size(0)} entries for {rows} rows of {reference}", name
         if isinstance(value, (list, tuple)) and len(value) != rows:
             return 0, f"{name} has {len(value)} entries for {rows} rows of {reference}", name
@@ -200,7 +185,7 @@ def _is_trimmable(batch: Batch) -> bool:
     if not (torch.is_tensor(mask) and mask.dim() == 2):
         return False
     for name, value in batch.inputs.items():
-        if not has_time(name, value):
+        if not has_time(name, value) or entries_per_row(value) is not None:
             continue
         width = batch.decoder_width if batch.is_encoder_decoder and name in DECODER_SIDE else batch.width
         if name in PADDING:
@@ -297,6 +282,8 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
 
     def rows_of_batch(name: str, number: int) -> torch.Tensor:
         tensor, own = batches[number].inputs[name], groups[number]
+        if entries_per_row(tensor) is not None:
+            return entries_of(tensor, own)
         if own == list(range(own[0], own[0] + len(own))):
             return tensor[own[0] : own[0] + len(own)]  # a view: images are not copied
         return tensor[index(number, tensor.device)]
@@ -308,13 +295,16 @@ def take(batches: Sequence[Batch], rows: Sequence[Row], pad_token_id: int = 0, t
                 on_decoder = first.decoder_width > 0 and name in DECODER_SIDE
                 fill = PADDING[name] if PADDING[name] is not None else pad_token_id
                 parts = [_fit(part, width[1] if on_decoder else width[0], fill) for part in parts]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            if len(parts) == 1:
+                return parts[0]
+            counts = [entries_per_row(part) for part in parts]
+            return torch.cat(parts) if None in counts else with_entries(torch.cat(parts), [*chain(*counts)])
         if isinstance(value, (list, tuple)):
             return type(value)([batches[n].inputs[name][row] for n, rows in groups.items() for row in rows])
         return value
 
     # a loss may read attributes of a BatchEncoding
-    return type(first.inputs)({name: gathered(name, value) for name, value in first.inputs.items()})
+    return without_empty(type(first.inputs)({name: gathered(name, value) for name, value in first.inputs.items()}))
 
 
 def are_on_host(batches: Sequence[Any]) -> bool:
@@ -336,6 +326,9 @@ def placed(inputs: Any, device: torch.device) -> Any:
         value = inputs.get(name)
         if torch.is_tensor(value) and moved[name] is not value:
             moved[name].on_host = value, moved[name]._version
+    for name, value in inputs.items():
+        if (counts := entries_per_row(value)) is not None:
+            with_entries(moved[name], counts)
     return type(inputs)(moved)
 
 
@@ -365,6 +358,8 @@ def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
     """Return a batch of some rows of ``inputs``, with their padding. Values without ``count`` entries stay whole."""
 
     def select_rows(value: Any) -> Any:
+        if entries_per_row(value) is not None:
+            return entries_of(value, rows.tolist())
         if torch.is_tensor(value) and value.dim() > 0 and value.size(0) == count:
             picked, known = value[rows.to(value.device)], on_host(value)
             if known is not None:
@@ -374,7 +369,7 @@ def pick(inputs: Any, rows: torch.Tensor, count: int) -> Any:
             return type(value)([value[row] for row in rows.tolist()])
         return value
 
-    return type(inputs)({name: select_rows(value) for name, value in inputs.items()})
+    return without_empty(type(inputs)({name: select_rows(value) for name, value in inputs.items()}))
 
 
 def _needed_width(batches: Sequence[Batch], groups: dict[int, list[int]], trim: bool) -> tuple[int, int]:

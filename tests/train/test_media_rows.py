@@ -1,0 +1,113 @@
+"""Images and videos of a batch are cut with the rows whose tokens they replace."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.lib import image_text
+from benchmarks.lib.exactness_cases import pad
+from scu_trainer.train.step.batches.media import entries_per_row, first_missing
+from scu_trainer.train.step.batches.rows import layout_for, pick, placed, take
+
+IMAGE, VIDEO = 9, 8
+MODEL = SimpleNamespace(
+    config=SimpleNamespace(
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_config=SimpleNamespace(spatial_merge_size=2)
+    )
+)
+ONE_SIZE = SimpleNamespace(config=SimpleNamespace(image_token_index=IMAGE))
+
+
+def grids(**more):
+    """Three rows: two images of 1 and 2 tokens, none, and one of 2 tokens. Patches count from 0 to 19."""
+    text = torch.tensor([[1, IMAGE, 1, IMAGE, IMAGE], [1, 1, 1, 1, 1], [IMAGE, IMAGE, 1, 1, 1]])
+    grid = torch.tensor([[1, 2, 2], [1, 2, 4], [2, 2, 2]])
+    patches = torch.arange(20.0).unsqueeze(1).expand(20, 6)
+    return {"input_ids": text, "attention_mask": torch.ones_like(text), "pixel_values": patches, **more} | {
+        "image_grid_thw": grid
+    }
+
+
+def test_each_row_takes_its_own_patches():
+    inputs = grids()
+    batch = layout_for(MODEL, inputs)
+    assert batch.obstacle is None and batch.trimmable
+    assert entries_per_row(inputs["pixel_values"]) == [12, 0, 8] and entries_per_row(inputs["image_grid_thw"]) == [
+        2,
+        0,
+        1,
+    ]
+    part = take([batch], [(0, 2), (0, 0)])
+    assert part["pixel_values"][:, 0].tolist() == [*range(12, 20), *range(12)]
+    assert part["image_grid_thw"].tolist() == [[2, 2, 2], [1, 2, 2], [1, 2, 4]]
+    again = pick(placed(part, torch.device("cpu")), torch.tensor([1]), 2)
+    assert again["pixel_values"][:, 0].tolist() == list(range(12))
+
+
+def test_rows_without_an_image_carry_none():
+    part = take([layout_for(MODEL, grids())], [(0, 1)])
+    assert set(part) == {"input_ids", "attention_mask"}
+
+
+def test_rows_of_two_batches_bring_their_images():
+    batches = [layout_for(MODEL, grids()) for _ in range(2)]
+    part = take(batches, [(0, 2), (1, 0), (1, 1)])
+    assert part["pixel_values"][:, 0].tolist() == [*range(12, 20), *range(12)]
+    assert entries_per_row(part["pixel_values"]) == [8, 12, 0]
+
+
+def test_videos_and_their_seconds_go_along():
+    text = torch.tensor([[VIDEO, VIDEO, 1], [1, 1, VIDEO]])
+    inputs = {"input_ids": text, "pixel_values_videos": torch.arange(12.0).unsqueeze(1)}
+    inputs |= {"video_grid_thw": torch.tensor([[2, 2, 2], [1, 2, 2]]), "second_per_grid_ts": torch.tensor([0.5, 1.0])}
+    part = take([layout_for(MODEL, inputs)], [(0, 1)])
+    assert part["pixel_values_videos"][:, 0].tolist() == [8, 9, 10, 11] and part["second_per_grid_ts"].tolist() == [1.0]
+
+
+def test_images_of_one_size_follow_the_tokens():
+    text = torch.tensor([[IMAGE, IMAGE, IMAGE, IMAGE], [1, 1, 1, 1], [1, IMAGE, IMAGE, 1]])
+    images = torch.arange(3.0).reshape(3, 1, 1, 1).expand(3, 3, 2, 2)  # as many as rows, by chance
+    batch = layout_for(ONE_SIZE, {"input_ids": text, "pixel_values": images})
+    assert take([batch], [(0, 0)])["pixel_values"][:, 0, 0, 0].tolist() == [0, 1]
+    assert take([batch], [(0, 2)])["pixel_values"][:, 0, 0, 0].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_ids": torch.tensor([[1, 1, 1, IMAGE, IMAGE], [1, 1, 1, 1, 1], [IMAGE, IMAGE, 1, 1, 1]])},  # truncated
+        {"pixel_values": torch.rand(19, 6)},
+    ],
+)
+def test_media_that_do_not_come_out_even_stay_whole(change):
+    inputs = grids()
+    layout_for(MODEL, inputs)  # what was known of these tensors in another batch is forgotten
+    inputs.update(change)
+    batch = layout_for(MODEL, inputs)
+    assert "entries for 3 rows of input_ids" in batch.obstacle
+
+
+def test_a_batch_whose_media_are_known_is_cut_after_one_whose_were_not():
+    assert layout_for(MODEL, grids(), {"pixel_values", "image_grid_thw"}).obstacle is None
+
+
+def test_a_row_that_lacks_an_image_is_named():
+    inputs = grids()
+    layout_for(MODEL, inputs)
+    assert first_missing(inputs) == "pixel_values"
+
+
+def test_the_rows_of_a_real_model_are_found():
+    rows = image_text.rows_for("qwen2_5_vl", 6)
+    model = SimpleNamespace(
+        config=SimpleNamespace(**image_text.SPECIAL, vision_config=SimpleNamespace(**image_text.GRIDS))
+    )
+    batch = layout_for(model, pad(rows))
+    for number, row in enumerate(rows):
+        part = take([batch], [(0, number)])
+        assert ("pixel_values" in part) == ("pixel_values" in row)
+        if "pixel_values" in row:
+            assert torch.equal(part["pixel_values"], row["pixel_values"])
