@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
+pytest.importorskip("trl")
+from datasets import Dataset
+from PIL import Image
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoConfig,
+    CLIPImageProcessorPil,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+from trl import SFTConfig, SFTTrainer
+
 from benchmarks.lib import image_text
 from benchmarks.lib.exactness_cases import pad
+from scu_trainer import with_loops
+from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step.batches.media import entries_per_row, first_missing
 from scu_trainer.train.step.batches.rows import layout_for, pick, placed, take
+from tests.train.stepwise import FailsOnce, apart
 
 IMAGE, VIDEO = 9, 8
 MODEL = SimpleNamespace(
@@ -111,3 +131,79 @@ def test_the_rows_of_a_real_model_are_found():
         assert ("pixel_values" in part) == ("pixel_values" in row)
         if "pixel_values" in row:
             assert torch.equal(part["pixel_values"], row["pixel_values"])
+
+
+# -- TRL ---------------------------------------------------------------------------------------------------------------
+
+WORDS = ["<pad>", "<eos>", "<image>", "user", "assistant", *(f"w{number}" for number in range(40))]
+TEMPLATE = """{% for message in messages %}{{ message['role'] }} {% for part in message['content'] -%}
+{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} {% endif %}{% endfor %}<eos> {% endfor -%}
+{% if add_generation_prompt %}assistant {% endif %}"""
+
+
+def processor() -> LlavaProcessor:
+    made = Tokenizer(WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=["<image>"]
+    )
+    images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    how = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, image_token="<image>", **how)
+
+
+def llava() -> LlavaForConditionalGeneration:
+    torch.manual_seed(0)
+    config = image_text.CONFIGS["llava"] | {"image_token_id": 2, "vision_feature_select_strategy": "default"}
+    return LlavaForConditionalGeneration(AutoConfig.for_model("llava", **config))
+
+
+def conversations(count: int = 16) -> Dataset:
+    """Rows with one or two images, and with texts of several lengths."""
+    noise = numpy.random.default_rng(0)
+
+    def words(few: int) -> list[dict[str, str]]:
+        return [{"type": "text", "text": " ".join(WORDS[5 + int(n)] for n in noise.integers(40, size=few))}]
+
+    rows = []
+    for number in range(count):
+        images = 1 + number % 2
+        rows.append(
+            {
+                "images": [Image.fromarray(noise.integers(255, size=(8, 8, 3), dtype="uint8")) for _ in range(images)],
+                "prompt": [{"role": "user", "content": [{"type": "image"}] * images + words(2 + number % 5)}],
+                "completion": [{"role": "assistant", "content": words(1 + number % 7)}],
+            }
+        )
+    return Dataset.from_list(rows)
+
+
+def tuned(kind: type[SFTTrainer], folder: Path, data: Dataset, **own) -> SFTTrainer:
+    arguments = SFTConfig(
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        max_steps=3,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_length=None,
+        optim="sgd",
+        learning_rate=0.1,
+        save_strategy="no",
+    )
+    trainer = kind(llava(), arguments, train_dataset=data, processing_class=processor(), **own)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # TRL's own setting
+def test_sft_on_images_recovers_from_out_of_memory(tmp_path):
+    data, fault = conversations(), FailsOnce()
+    stock = tuned(SFTTrainer, tmp_path / "stock", copy.deepcopy(data))
+    ours = tuned(
+        with_loops(SFTTrainer), tmp_path / "ours", data, memory=MemorySettings(token_cap=40), callbacks=[fault]
+    )
+    statistics = ours.micro_batches.loop.statistics
+    assert statistics.chunks > 2 * 3 and statistics.out_of_memory == 1 == fault.failed
+    assert apart(ours, stock) < 1e-6
