@@ -28,6 +28,7 @@ from benchmarks.lib import image_text
 from benchmarks.lib.exactness_cases import pad
 from scu_trainer import with_loops
 from scu_trainer.settings import MemorySettings
+from scu_trainer.train.step import micro_batches
 from scu_trainer.train.step.batches.media import entries_per_row, first_missing
 from scu_trainer.train.step.batches.rows import layout_for, pick, placed, take
 from tests.train.stepwise import FailsOnce, apart
@@ -118,6 +119,14 @@ def test_a_row_that_lacks_an_image_is_named():
     inputs = grids()
     layout_for(MODEL, inputs)
     assert first_missing(inputs) == "pixel_values"
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_batch_stays_whole_where_all_ranks_must_look_at_images(monkeypatch, is_needed):
+    monkeypatch.setattr(micro_batches, "needs_all_ranks", lambda trainer: is_needed)
+    step = SimpleNamespace(trainer=SimpleNamespace(model=MODEL), _not_by_rows=set(), _obstacles=set())
+    batch = micro_batches.MicroBatchStep._layout(step, grids())
+    assert (batch.obstacle or "").startswith("some rows have no pixel_values") == is_needed == bool(step._obstacles)
 
 
 def test_the_rows_of_a_real_model_are_found():
