@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from scu_trainer.cli.comparison import sweep
-from scu_trainer.cli.comparison.sweep_plan import Axis, parse_axes
+from scu_trainer.cli.comparison.sweep_plan import JOURNAL, Axis, parse_axes
 from scu_trainer.cli.main import main as cli
-from scu_trainer.errors import SettingsError, Stopped
+from scu_trainer.errors import SettingsError, Stopped, StorageError
 from scu_trainer.runs.process import System
 from scu_trainer.runs.queue import DeviceQueue
 from scu_trainer.runs.studies.comparison import ComparisonBackend
@@ -176,13 +176,13 @@ def test_who_leaves_the_line_is_out_of_it(waiting):
     assert [place.process.pid for place in DeviceQueue("cpu").waiting()] == [other.pid]
 
 
-def tried(folder: Path, trials: int) -> list[dict]:
+def tried(folder: Path, trials: int, say=lambda line: None) -> list[dict]:
     """What a sweep of 2 x 3 choices in ``folder`` tries of itself, up to so many ``trials``; nothing is trained."""
     folder.mkdir(exist_ok=True)
     axes = parse_axes(["learning_rate=1e-4,1e-2", "lora_r=4,8,16"], {"learning_rate", "lora_r"})
     found, values = sweep.Sweep.__new__(sweep.Sweep), []
     found.plan = sweep.SweepPlan(folder, "", None, (), axes, 0, {}, "")
-    found.options, found.say = type("options", (), {"trials": trials}), lambda line: None
+    found.options, found.say = type("options", (), {"trials": trials}), say
     found._train_base = lambda: None
 
     def tell(study, trial):
@@ -198,6 +198,62 @@ def test_no_combination_of_choices_is_tried_twice(tmp_path):
     every = tried(tmp_path / "one", 12)
     assert len(every) == 6 and len({tuple(one.items()) for one in every}) == 6
     assert tried(tmp_path / "parts", 2) + tried(tmp_path / "parts", 12) == every
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_half_a_line_in_the_journal_is_taken_out_and_its_trial_resumes(tmp_path, cut):
+    """As a start leaves it that is killed while it writes; Optuna would write on in the same line."""
+    every = tried(tmp_path / "whole", 4)
+    tried(tmp_path / "cut", 2)
+    journal = tmp_path / "cut" / JOURNAL
+    journal.write_bytes(journal.read_bytes()[:-cut])
+    said: list[str] = []
+    assert tried(tmp_path / "cut", 4, said.append) == every[1:] and tried(tmp_path / "cut", 4) == []
+    assert "study.journal ended in half a line" in said[0] and "trial 1 resumes" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b'"values":[0.0]', b'"values":null'), (b'"values":[0.0]', b'"values":["x"]'), (b'"op_code":5', b'"op_code":99'),
+     (b'"op_code":5', b"\xff"), (b'"op_code":5,', b"")],
+)  # fmt: skip
+def test_a_damaged_journal_is_one_line(tmp_path, old, new):
+    tried(tmp_path, 2)
+    journal = tmp_path / JOURNAL
+    assert old in journal.read_bytes()
+    journal.write_bytes(journal.read_bytes().replace(old, new, 1))
+    with pytest.raises(StorageError, match=r"study\.journal is not as it was written .*; restore it from a copy, or"):
+        tried(tmp_path, 3)
+
+
+def test_a_plan_that_was_damaged_or_lost_is_one_line_and_its_job_is_kept(tmp_path):
+    made = sweep.SweepPlan(tmp_path, "scu-trainer sweep", None, (), (), 0, {"seed": 0}, "seed: 0\n")
+    made.take()
+    (tmp_path / "base.yaml").write_text("")
+    made.take()
+    assert (tmp_path / "base.yaml").read_text() == "seed: 0\n"
+    for damage in ({"resolved": [1]}, {"command": None}):
+        (tmp_path / "sweep.json").write_text(json.dumps({**made.as_dict(), **damage}))
+        with pytest.raises(StorageError, match=r"sweep\.json holds what no sweep writes: (resolved|command) is"):
+            made.take()
+    (tmp_path / "sweep.json").unlink()
+    (tmp_path / JOURNAL).touch()
+    with pytest.raises(StorageError, match=r"holds study\.journal, but not the plan of its trials, sweep\.json"):
+        made.take()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"held_out_bpt_after": [1]}, {"held_out_bpt_after": {"value": "x"}}, {"held_out_documents": "x"}, {"item": [1]}],
+)
+def test_figures_of_another_type_are_one_line(tmp_path, damage):
+    folder = tmp_path / "runs" / "base"
+    folder.mkdir(parents=True)
+    (folder / "scu_metrics.json").write_text(json.dumps(damage))
+    found = sweep.Sweep.__new__(sweep.Sweep)
+    found.plan = type("plan", (), {"folder": tmp_path})
+    with pytest.raises(StorageError, match=r"scu_metrics\.json holds what no run writes: (held_out|item).* is "):
+        found._held_out_bits("base")
 
 
 def test_more_combinations_than_can_be_listed_are_left_to_optuna(tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -18,16 +19,17 @@ from typing import TYPE_CHECKING, Any, Optional
 from scu_trainer.cli.comparison import screen as screens
 from scu_trainer.cli.comparison.plan import refuse_push, resolved_settings, with_threads_and_devices
 from scu_trainer.cli.comparison.runs import ComparisonSession
-from scu_trainer.cli.comparison.sweep_plan import FORM, SweepPlan, parse_axes, short_value, table_of
+from scu_trainer.cli.comparison.sweep_plan import BASE, FORM, JOURNAL, SweepPlan, parse_axes, short_value, table_of
 from scu_trainer.cli.configuration import check_early, check_values_early
 from scu_trainer.cli.fields import parse_with_fields
 from scu_trainer.cli.main import guarded, plain_console
 from scu_trainer.cli.names.known import known_names
 from scu_trainer.cli.names.translation import flags_of, translated
 from scu_trainer.cli.parsing import Parser
-from scu_trainer.errors import SettingsError, Stopped, require_packages
+from scu_trainer.errors import SettingsError, Stopped, StorageError, require_packages
 from scu_trainer.figures import UNITS, held_out_size
-from scu_trainer.run_files import read_object, read_rows, require_writable, write_json, write_text
+from scu_trainer.json_types import MALFORMED, first_misfit, misfit
+from scu_trainer.run_files import read_object, read_regular, read_rows, require_writable, write_json, write_text
 from scu_trainer.runs.launch import environment
 from scu_trainer.runs.queue import DeviceQueue, wait_for_turn
 from scu_trainer.runs.studies import comparison
@@ -53,9 +55,12 @@ command again to continue.
 
   --search {FORM}"""
 
-JOURNAL, BEST, TABLE = "study.journal", "best.yaml", "trials.json"
+BEST, TABLE = "best.yaml", "trials.json"
 POLL_EVERY_S, READ_EVERY_S = 0.1, 1.0
 TRIALS_BEFORE_PRUNING = 4
+FIGURES = dict.fromkeys(("held_out_documents", "held_out_tokens"), Optional[int])
+FIGURES |= {"held_out_bpt_after": Optional[dict[str, Any]], **dict.fromkeys(("unit", "item"), Optional[str])}
+"""The figures of a run that a sweep reads, and their types."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -191,9 +196,7 @@ class Sweep(StopCounter):
         console = self.plan.folder / "console" / f"{name}.log"
         console.parent.mkdir(parents=True, exist_ok=True)
         overrides = [f"--{key}={value}" for key, value in values.items()]
-        words = comparison.training_command(
-            self.plan.folder / "base.yaml", self.plan.seed, self.folder_of(name), *overrides
-        )
+        words = comparison.training_command(self.plan.folder / BASE, self.plan.seed, self.folder_of(name), *overrides)
         process = self.backend.spawn(words, comparison.variables(self.shared, self.device), console)
         forwarded, read_at_s, is_ended = 0, self.backend.clock(), False
         while process.poll() is None:
@@ -210,10 +213,18 @@ class Sweep(StopCounter):
         return process.poll()
 
     def _metrics(self, name: str) -> dict[str, Any]:
-        return read_object(self.folder_of(name) / "scu_metrics.json")
+        path = self.folder_of(name) / "scu_metrics.json"
+        found = read_object(path)
+        wrong = first_misfit(misfit(found.get(key), hint, key) for key, hint in FIGURES.items()) or misfit(
+            (found.get("held_out_bpt_after") or {}).get("value"), float, "held_out_bpt_after.value"
+        )
+        if wrong is not None:
+            raise StorageError(f"{path} holds what no run writes: {wrong}; restore it from a copy")
+        return found
 
     def _held_out_bits(self, name: str) -> Optional[float]:
-        return (self._metrics(name).get("held_out_bpt_after") or {}).get("value")
+        value = (self._metrics(name).get("held_out_bpt_after") or {}).get("value")
+        return value if value is not None and math.isfinite(value) else None
 
     def _problem(self, name: str, code: int) -> Optional[str]:
         """Return why a run that has ended has no figure that can be compared; None if it has one."""
@@ -239,12 +250,38 @@ class Sweep(StopCounter):
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
 
-        return self._optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(self.plan.folder / JOURNAL))),
-            study_name="sweep",
-            load_if_exists=True,
-            pruner=self._optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
-        )
+        path = self.plan.folder / JOURNAL
+        self._take_out_half_line(path)
+        try:
+            study = self._optuna.create_study(
+                storage=JournalStorage(JournalFileBackend(str(path))),
+                study_name="sweep",
+                load_if_exists=True,
+                pruner=self._optuna.pruners.MedianPruner(n_startup_trials=TRIALS_BEFORE_PRUNING),
+            )
+            self._require_figures(study)
+        except (*MALFORMED, AssertionError, self._optuna.exceptions.OptunaError) as error:
+            raise StorageError(
+                f"{path} is not as it was written ({type(error).__name__}: {error}); restore it from a copy, or give "
+                "another --output_dir"
+            ) from error
+        return study
+
+    def _take_out_half_line(self, path: Path) -> None:
+        """A start that is killed while it writes leaves half a line. Optuna would append the next one to it and could
+        not read either; without it, the trial that it belongs to resumes."""
+        content = read_regular(path) if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            self.say(f"{path} ended in half a line ({len(content) - len(whole)} bytes), which is taken out")
+            os.truncate(path, len(whole))
+
+    def _require_figures(self, study: optuna.Study) -> None:
+        """Raise ValueError if a trial that is complete lacks its figure or a value."""
+        names = {axis.name for axis in self.plan.axes}
+        for trial in study.get_trials(states=(self._optuna.trial.TrialState.COMPLETE,)):
+            if not isinstance(trial.value, float) or not math.isfinite(trial.value) or names - trial.params.keys():
+                raise ValueError(f"trial {trial.number} is complete, with {trial.value!r:.40} and {trial.params}")
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         """Return the sampler for the trial with this number. The number is its seed, so that an interrupted sweep

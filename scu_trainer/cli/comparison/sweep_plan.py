@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Optional
 
 from scu_trainer.cli.main import figures_table
-from scu_trainer.errors import SettingsError, did_you_mean
+from scu_trainer.errors import SettingsError, StorageError, did_you_mean
+from scu_trainer.json_types import first_misfit, misfit
 from scu_trainer.run_files import read_object, write_json, write_text
 from scu_trainer.runs.studies.comparison_plan import differences
 
-PLAN_FILE = "sweep.json"
+PLAN_FILE, BASE, JOURNAL = "sweep.json", "base.yaml", "study.journal"
 
 MOST_COMBINATIONS = 1000
 """Largest number of combinations that are listed. With more, learning from trials pays off, and repeats are rare."""
@@ -65,24 +66,36 @@ class SweepPlan:
         }  # fmt: skip
 
     def take(self) -> None:
-        """Write the plan, unless the folder has it already. Raises SettingsError if the folder holds another sweep."""
+        """Write the plan, unless the folder has it already. Raises SettingsError if the folder holds another sweep, and
+        StorageError if its plan is lost or damaged."""
         path = self.folder / PLAN_FILE
         if not path.is_file():
-            write_text(self.folder / "base.yaml", self.text)
+            if (self.folder / JOURNAL).exists():
+                raise StorageError(
+                    f"{self.folder} holds {JOURNAL}, but not the plan of its trials, {PLAN_FILE}; restore it from a "
+                    "copy, or give another --output_dir"
+                )
+            write_text(self.folder / BASE, self.text)
             write_json(path, self.as_dict())
             return
         stored, current = read_object(path), json.loads(json.dumps(self.as_dict()))
+        wrong = first_misfit(misfit(stored.get(key), kind, key) for key, kind in (("command", str), ("resolved", dict)))
+        if wrong is not None:
+            raise StorageError(
+                f"{path} holds what no sweep writes: {wrong}; restore it from a copy, or give another --output_dir"
+            )
         changes = [
             f"{key} was {stored.get(key)}, now {current[key]}"
             for key in ("search", "seed")
             if stored.get(key) != current[key]
         ]
-        changes += differences(stored.get("resolved", {}), current["resolved"])
+        changes += differences(stored["resolved"], current["resolved"])
         if changes:
             raise SettingsError(
                 f"{self.folder} holds another sweep: {'; '.join(changes[:3])}; type its command ({stored['command']}), "
                 "or give another --output_dir"
             )
+        write_text(self.folder / BASE, self.text)  # trials read it, and it may have been changed since
 
 
 def short_value(value: Any) -> str:
