@@ -188,8 +188,10 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [{"arms": [{}]}, {"arms": 3}, {"resolved": {}}, {"resolved": -1}, {"seeds": None}, "bytes"]
-)
+    "damage",
+    [{"arms": [{}]}, {"arms": 3}, {"resolved": {}}, {"resolved": -1}, {"seeds": None}, "bytes", {"threads": "x"},
+     {"threads": 0}, {"command": None}, {"config": [1]}, {"seeds": ["0", 1, 2]}, {"arms": {}}],
+)  # fmt: skip
 def test_a_damaged_plan_is_refused(tmp_path, damage):
     write_plan(plan(tmp_path))
     if damage == "bytes":

@@ -17,10 +17,16 @@ from typing import Any, Optional
 
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.figures import first_few
+from scu_trainer.json_types import first_misfit, misfit
 from scu_trainer.run_files import read_json, write_json, write_text
 from scu_trainer.runs.studies.comparison_arms import Arm
 
 PLAN_FILE, FORMAT = "plan.json", 1
+FIELDS = {
+    "command": str, "config": Optional[str], "seeds": list[int], "threads": int, "arms": list[Arm], "resolved": dict,
+}  # fmt: skip
+"""The fields of the plan that are read, and their types."""
+
 PLACE = frozenset("output_dir run_name seed resume_from_checkpoint".split())
 """Settings that identify a run of an arm and its directory. They may differ between the runs of a comparison."""
 
@@ -193,6 +199,9 @@ def read_plan(folder: Path) -> Optional[ComparisonPlan]:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise StorageError(f"{path} is not a comparison plan of this version; move {folder} away")
     try:
+        wrong = first_misfit(misfit(found[name], hint, name) for name, hint in FIELDS.items())
+        if wrong is not None or found["threads"] < 1:
+            raise ValueError(wrong or f"threads is {found['threads']}")
         arms = tuple(Arm(**arm) for arm in found["arms"])
         texts = {arm.name: (folder / "arms" / f"{arm.name}.yaml").read_text() for arm in arms}
         resolved = {arm.name: dict(found["resolved"][arm.name]) for arm in arms}
