@@ -7,7 +7,9 @@ import signal
 import sys
 
 import pytest
+from rich.console import Console
 
+from scu_trainer.cli.comparison.runs import ComparisonSession
 from scu_trainer.cli.comparison.sweep import Sweep
 from scu_trainer.errors import SettingsError, StorageError
 from scu_trainer.run_files import read_json, write_json
@@ -212,6 +214,15 @@ def test_a_run_trains_the_recipe_of_its_arm_with_its_seed_and_threads(tmp_path):
     found = variables(made, "gpu-3")
     assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == ("3", "1")
     assert str(tmp_path) in found[TOKEN_VARIABLE]
+
+
+def test_recipes_that_were_changed_since_are_written_again(tmp_path):
+    made = plan(tmp_path)
+    write_plan(made)
+    made.recipe("model").write_text("lift: 9")
+    session = ComparisonSession(made, "none", ["cpu"], Console(), ComparisonBackend())
+    session._take_plan()
+    assert made.recipe("model").read_text() == made.texts["model"] and session.plan == made
 
 
 def test_seeds_come_before_arms():

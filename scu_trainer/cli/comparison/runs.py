@@ -79,7 +79,9 @@ class ComparisonSession:
         require_same(existing_plan, self.plan)
         if existing_plan.threads != self.plan.threads:
             self.screen.say(f"threads per run: {existing_plan.threads}, as when this comparison started")
-        self.plan = existing_plan
+        self.plan = replace(existing_plan, texts=self.plan.texts)
+        for name, text in self.plan.texts.items():  # runs read these files, which may have been changed since
+            write_text(self.plan.recipe(name), text)
 
     def _report_start(self, states: Mapping[Key, ArmState]) -> None:
         self.screen.say(screens.start_line(self.plan, self.devices))
