@@ -421,7 +421,7 @@ class SCUTrainer(Trainer):
             for loop in loops:
                 loop.on_nonfinite(error)
             raise
-        loss, self.task_loss = loss.unbind() if loss.dim() else (loss, loss)
+        loss, self.task_loss = loss.unbind() if loss.numel() == 2 else (loss, loss)
         for loop in loops:
             loop.on_loss(loss, num_items_in_batch)
         if self.accelerator.sync_gradients and loops:

@@ -74,6 +74,35 @@ class OtherOrder(Trainer):
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
+class ManyNumbers(Trainer):
+    make = staticmethod(lambda loss: loss.expand(3))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return self.make(super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch))
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda loss: loss.expand(3), "of shape (3,)"),
+        (lambda loss: loss[None], "of shape (1,)"),
+        (lambda loss: {"words": loss, "size": loss}, "a dict"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_is_named_and_nothing_else(tmp_path, caplog, monkeypatch, make, found):
+    monkeypatch.setattr(ManyNumbers, "make", staticmethod(make))
+    stock, off, on = [], [], []
+    for kind, loops, words in (
+        (ManyNumbers, {}, stock), (with_loops(ManyNumbers), {}, off), (with_loops(ManyNumbers), {"memory": CUT}, on)
+    ):  # fmt: skip
+        with pytest.raises((RuntimeError, TypeError, UserError)) as raised:
+            run(kind, tmp_path, **loops)
+        words.append(str(raised.value))
+    assert off == stock
+    assert f"the training loss is {found}, but must be one number" in on[0]
+    assert not [line for line in caplog.messages if "could not be tested" in line]
+
+
 @pytest.mark.parametrize("memory", [None, MemorySettings()], ids=["off", "memory"])
 @pytest.mark.parametrize("kind", [TakesTheRest, OtherOrder])
 def test_overrides_get_their_arguments_as_the_stock_trainer_gives_them(tmp_path, kind, memory):

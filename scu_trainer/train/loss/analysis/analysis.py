@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import gather_object, recursively_apply, send_to_device
 from transformers import Trainer
 
-from scu_trainer.errors import OutOfMemory
+from scu_trainer.errors import ControlError, OutOfMemory
 from scu_trainer.train.loss.analysis.asked_rows import are_classes, first_rows, rows_for_trial
 from scu_trainer.train.loss.analysis.audit import Audited, Auditor
 from scu_trainer.train.loss.analysis.exchange import seen_exchange
@@ -47,6 +47,20 @@ SHARDED = (
 MOST_TRIALS = 5
 """Maximum number of windows with trials about padding, or with trials that show nothing. If no trial showed anything at
 all, trials are repeated in the windows 8, 16, 32, ..."""
+
+
+class NotOneNumber(ControlError):
+    """What compute_loss returns is no loss that can be trained."""
+
+
+def _require_one_number(loss: Any) -> None:
+    if torch.is_tensor(loss) and not loss.dim():
+        return
+    what = f"of shape {tuple(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
+    raise NotOneNumber(
+        f"the training loss is {what}, but must be one number, a tensor without dimensions: return its mean "
+        "(loss.mean()), or the sum of its parts, from compute_loss or from the model's forward"
+    )
 
 
 def _keys(batches: Sequence[Batch]) -> frozenset:
@@ -229,18 +243,23 @@ class LossAnalysis:
         return replace(found, trims=False, reads_padding="no padded row could be compared")
 
     def _try_rows(self, batches: Sequence[Batch], num_items: Any, pad_token_id: int) -> Optional[Reduction]:
-        """Run a trial on a few rows of ``batches``. Where a forward needs all ranks, raises OutOfMemory or the
-        error of a lost rank."""
+        """Run a trial on a few rows of ``batches``. Raises NotOneNumber if the loss cannot be trained however many rows
+        there are; where a forward needs all ranks, OutOfMemory or the error of a lost rank."""
         trainer, lost = self.trainer, []
         waits = needs_all_ranks(trainer)
 
         def loss_of(*asked: Any) -> torch.Tensor:
-            if lost:  # the other ranks wait inside the forward that failed, so no other forward may follow
+            if lost:  # other ranks may wait inside the forward that failed, so no other forward may follow
                 raise lost[0]
             try:
-                return self._loss(*asked)
+                loss = self._loss(*asked)
+                if self.own_step.owner is None:  # a training_step of one's own may make one number of anything
+                    _require_one_number(loss)
+                return loss
             except Exception as error:
-                if waits and is_out_of_memory(error):
+                if isinstance(error, NotOneNumber):
+                    lost.append(error)
+                elif waits and is_out_of_memory(error):
                     lost.append(OutOfMemory(f"step {self._step} ran out of memory with a few rows. {SHARDED} {error}"))
                 elif waits and is_lost_rank(error):
                     lost.append(error)
