@@ -138,6 +138,13 @@ def test_tracking_error_is_taken_after_settling(folder):
     assert plain["tracking_error"] is None and plain["settling_step"] is None and plain["overhead_fraction"] is None
 
 
+def test_a_figure_that_is_not_finite_is_named(folder):
+    run = folder / "runs" / "model-seed0"
+    (run / "scu_metrics.json").write_text('{"steps": 4, "held_out_bpt_after": {"value": NaN}}')
+    with pytest.raises(StorageError, match="held_out_bpt is nan"):
+        metrics_of(run)
+
+
 @pytest.mark.parametrize("name", ["scu_metrics.json", "training_config.json"])
 @pytest.mark.parametrize("content", ["[]", "null", '"x"', '{"steps": "x"}', '{"data": [1], "curriculum": [1]}'])
 def test_files_of_a_run_of_another_shape_are_named(folder, name, content):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -114,7 +115,7 @@ def metrics_of(run: Path) -> dict[str, Any]:
     try:
         figures = _figures_of(run)
         for name in {*figures} - {"tracking_verdict", "unit", "item", "data_fingerprint"}:
-            if not isinstance(figures[name], NUMBER):
+            if not isinstance(figures[name], NUMBER) or not math.isfinite(figures[name] or 0):
                 raise TypeError(f"{name} is {figures[name]!r:.60}")
     except (KeyError, TypeError, AttributeError) as error:
         raise StorageError(
