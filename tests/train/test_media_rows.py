@@ -21,16 +21,19 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedTokenizerFast,
+    Trainer,
 )
 from trl import SFTConfig, SFTTrainer
 
 from benchmarks.lib import image_text
+from benchmarks.lib.common import RowList
 from benchmarks.lib.exactness_cases import pad
-from scu_trainer import with_loops
+from scu_trainer import SCUTrainer, with_loops
 from scu_trainer.settings import MemorySettings
 from scu_trainer.train.step import micro_batches
 from scu_trainer.train.step.batches.media import entries_per_row, first_missing
 from scu_trainer.train.step.batches.rows import layout_for, pick, placed, take
+from tests import tiny
 from tests.train.stepwise import FailsOnce, apart
 
 IMAGE, VIDEO = 9, 8
@@ -142,6 +145,29 @@ def test_the_rows_of_a_real_model_are_found():
             assert torch.equal(part["pixel_values"], row["pixel_values"])
 
 
+def test_an_evaluation_on_images_recovers_from_out_of_memory(tmp_path):
+    def evaluated(kind: type[Trainer], **own) -> float:
+        trainer = kind(
+            llava(),
+            tiny.arguments(tmp_path, per_device_eval_batch_size=4, remove_unused_columns=False),
+            eval_dataset=RowList(image_text.rows_for("llava", 8)),
+            data_collator=pad,
+            **own,
+        )
+        if own:
+            trainer.model.register_forward_pre_hook(fail_on_many, with_kwargs=True)
+        return trainer.evaluate()["eval_loss"]
+
+    def fail_on_many(module, args, given):
+        failed.append(len(given["input_ids"]) > 2)
+        if failed[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    failed: list[bool] = []
+    found = evaluated(SCUTrainer, memory=MemorySettings())
+    assert any(failed) and found == pytest.approx(evaluated(Trainer), rel=1e-6)
+
+
 # -- TRL ---------------------------------------------------------------------------------------------------------------
 
 WORDS = ["<pad>", "<eos>", "<image>", "user", "assistant", *(f"w{number}" for number in range(40))]
@@ -161,9 +187,9 @@ def processor() -> LlavaProcessor:
     return LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, image_token="<image>", **how)
 
 
-def llava() -> LlavaForConditionalGeneration:
+def llava(image_token: int = image_text.IMAGE) -> LlavaForConditionalGeneration:
     torch.manual_seed(0)
-    config = image_text.CONFIGS["llava"] | {"image_token_id": 2, "vision_feature_select_strategy": "default"}
+    config = image_text.CONFIGS["llava"] | {"image_token_id": image_token, "vision_feature_select_strategy": "default"}
     return LlavaForConditionalGeneration(AutoConfig.for_model("llava", **config))
 
 
@@ -201,7 +227,7 @@ def tuned(kind: type[SFTTrainer], folder: Path, data: Dataset, **own) -> SFTTrai
         learning_rate=0.1,
         save_strategy="no",
     )
-    trainer = kind(llava(), arguments, train_dataset=data, processing_class=processor(), **own)
+    trainer = kind(llava(WORDS.index("<image>")), arguments, train_dataset=data, processing_class=processor(), **own)
     trainer.train()
     return trainer
 

@@ -22,6 +22,7 @@ from scu_trainer.train.loss.analysis import analyze
 from scu_trainer.train.loss.analysis.exchange import exchange_in
 from scu_trainer.train.loss.analysis.measuring import training_loss
 from scu_trainer.train.loss.rows.model_loss import defined_between, reward_objects_of, trainer_that_counts
+from scu_trainer.train.step.batches.media import find_entries
 from scu_trainer.train.step.batches.reduction import Reduction
 from scu_trainer.train.step.batches.rows import Batch, layout_for, rows_of, take
 from scu_trainer.train.step.distributed.sharded import needs_all_ranks
@@ -54,6 +55,7 @@ class Prediction:
     def step(self, inputs: Any, predict: Callable[[Any], tuple], loss_only: bool) -> tuple:
         """Return (loss, logits, labels) of ``inputs``. ``predict`` computes them for as many rows as fit at once."""
         predict = partial(self._predicted, predict)
+        find_entries(self.trainer.model, inputs)
         batch = rows_of(self.trainer.model, inputs)
         if needs_all_ranks(self.trainer):
             return AllRowsAtOnce().run(batch.rows, lambda _: predict(inputs))[0][1]
