@@ -64,8 +64,9 @@ def find_entries(model: Any, inputs: Any) -> Optional[str]:
     if not torch.is_tensor(text) or text.dim() != 2 or "cross_attention_mask" in inputs:
         return None  # with the mask, each row attends to its own images, or to padding (Mllama)
     for name, kind in PLACED.items():
-        token, value = _token(model, kind), inputs.get(name)
-        if token is None or not torch.is_tensor(value):
+        value = inputs.get(name)
+        token = _token(model, kind) if torch.is_tensor(value) else None
+        if token is None:
             continue
         tokens = text.eq(token).sum(dim=1).tolist()
         others = [other for other in map(inputs.get, PER_MEDIUM.get(name, ())) if torch.is_tensor(other)]
