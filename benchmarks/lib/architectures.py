@@ -167,6 +167,7 @@ def results_of(
                 if found["draws"]:
                     raise ValueError("its forward draws random numbers, also without dropout")
                 if found["worst"] > BOUND and not found["warned"]:  # a choice by a small difference, or a fault?
+                    result["worst_in_float32"] = found["worst"]
                     found["worst"] = outcome(replace(case, make=partial(_in_float64, make)))["worst"]
             except SettingsError as error:  # it says that this way is not for this model
                 yield {**result, "refused": str(error).partition(";")[0]}
@@ -187,6 +188,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "architectures": len({one["architecture"] for one in tried}),
         "in_micro_batches": sum(one["is_split"] for one in tried),
         "largest_difference": max((one["worst"] for one in tried if one not in wrong), default=0.0),
+        "decided_in_float64": sum("worst_in_float32" in one for one in results),
         "wrong_and_reported": len(wrong) - len(silent),
         "silently_wrong": [f"{one['head']} {one['architecture']} {one['way']}".strip() for one in silent],
         "refused": sum("refused" in one for one in results),

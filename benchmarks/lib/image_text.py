@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-VOCAB = 48
+from benchmarks.lib.exactness_cases import VOCAB
+
 IMAGE, START, END = 40, 41, 42
 SPECIAL = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": 43}
 GLM_SPECIAL = {"image_start_token_id": START, "image_end_token_id": END, "video_token_id": 43}
@@ -49,8 +50,10 @@ CLIP = {"model_type": "clip_vision_model", **SQUARES, "projection_dim": 32}
 SIGLIP = {"model_type": "siglip_vision_model", **SQUARES, "vision_use_head": False}
 INTERN = {"model_type": "internvl_vision", **LAYERS, "image_size": [8, 8], "patch_size": [2, 2]}
 LINEAR = {
-    f"linear_{name}": size
-    for name, size in {"num_key_heads": 2, "num_value_heads": 2, "key_head_dim": 8, "value_head_dim": 8}.items()
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 

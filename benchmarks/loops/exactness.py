@@ -207,6 +207,8 @@ def train_architectures(options: argparse.Namespace) -> dict[str, Any]:
         for result in architectures.results_of(outcome, head, options.architectures):
             results.append(result)
             words = result.get("not_tried") or result.get("refused") or f"{result['worst']:.1e}"
+            if "worst_in_float32" in result:
+                words += f" in float64, {result['worst_in_float32']:.1e} in float32"
             print(f"{head:9} {result['architecture']:28} {result['way']:8} {words}", flush=True)
     figures = architectures.summary(results)
     print(*(f"{name}: {value}" for name, value in figures.items()), sep="\n")

@@ -17,7 +17,14 @@ from scu_trainer.report.comparison.report import record as record_of
 from scu_trainer.report.comparison.text import document
 from scu_trainer.run_files import read_object_or_empty, require_writable, write_json, write_text
 from scu_trainer.runs.studies import comparison
-from scu_trainer.runs.studies.comparison_plan import ComparisonPlan, read_plan, require_same, run_name, write_plan
+from scu_trainer.runs.studies.comparison_plan import (
+    ComparisonPlan,
+    read_plan,
+    require_same,
+    run_name,
+    write_plan,
+    write_recipes,
+)
 from scu_trainer.runs.studies.comparison_state import NOT_STARTED, ArmState, Key, read_states
 
 PAGE_FILE = "comparison.md"
@@ -80,8 +87,7 @@ class ComparisonSession:
         if existing_plan.threads != self.plan.threads:
             self.screen.say(f"threads per run: {existing_plan.threads}, as when this comparison started")
         self.plan = replace(existing_plan, texts=self.plan.texts)
-        for name, text in self.plan.texts.items():  # runs read these files, which may have been changed since
-            write_text(self.plan.recipe(name), text)
+        write_recipes(self.plan)  # they may have been changed since
 
     def _report_start(self, states: Mapping[Key, ArmState]) -> None:
         self.screen.say(screens.start_line(self.plan, self.devices))

@@ -173,8 +173,7 @@ def write_plan(plan: ComparisonPlan) -> None:
             raise StorageError(
                 f"cannot make {plan.folder / folder}: {error.strerror}; set another output_dir"
             ) from error
-    for arm in plan.arms:
-        write_text(plan.recipe(arm.name), plan.texts[arm.name])
+    write_recipes(plan)
     write_json(
         plan.folder / PLAN_FILE,
         {
@@ -188,6 +187,12 @@ def write_plan(plan: ComparisonPlan) -> None:
             "resolved": plan.resolved,
         },
     )
+
+
+def write_recipes(plan: ComparisonPlan) -> None:
+    """Write the recipe of each arm, which its runs read. Raises StorageError."""
+    for arm in plan.arms:
+        write_text(plan.recipe(arm.name), plan.texts[arm.name])
 
 
 def read_plan(folder: Path) -> Optional[ComparisonPlan]:

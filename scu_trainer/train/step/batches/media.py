@@ -30,8 +30,8 @@ def entries_per_row(value: Any) -> Optional[list[int]]:
     return getattr(value, "entries_per_row", None)
 
 
-def with_entries(value: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Return ``value``, of which each row has so many entries."""
+def with_entries(value: torch.Tensor, counts: Optional[list[int]]) -> torch.Tensor:
+    """Return ``value``, of which each row has so many entries; None if it has one, as far as known."""
     value.entries_per_row = counts
     return value
 
@@ -41,7 +41,8 @@ def entries_of(value: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     counts = value.entries_per_row
     ends = list(itertools.accumulate(counts))
     chosen = [value[ends[row] - counts[row] : ends[row]] for row in rows]
-    return with_entries(torch.cat(chosen), [counts[row] for row in rows])
+    # of one row a view: images are not copied
+    return with_entries(torch.cat(chosen) if len(chosen) > 1 else chosen[0], [counts[row] for row in rows])
 
 
 def without_empty(inputs: Any) -> Any:
@@ -71,9 +72,9 @@ def find_entries(model: Any, inputs: Any) -> Optional[str]:
         tokens = text.eq(token).sum(dim=1).tolist()
         others = [other for other in map(inputs.get, PER_MEDIUM.get(name, ())) if torch.is_tensor(other)]
         entries, media = _shared(value, others, tokens, _patches_per_token(model))
-        value.entries_per_row = entries  # None too: the tensor may have been in another batch
+        with_entries(value, entries)  # None too: the tensor may have been in another batch
         for other in others:
-            other.entries_per_row = media
+            with_entries(other, media)
         if entries is None and len(value) == len(text) and 0 < sum(map(bool, tokens)) < len(text):
             return f"{name} has as many entries as there are rows, but some rows have no {kind}"
     return None
